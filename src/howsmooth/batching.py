@@ -1,5 +1,5 @@
 """Division of sequences into batches for a measurement, and the choice whether attention probabilities are
-kept in memory.
+kept in memory or recomputed.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def are_measured_together(f: object, g: object) -> bool:
 
 
 def _covers(a: object, b: object) -> bool:
-    """Return True if ``a`` is known to equal ``b`` as far as ``b`` is defined. Both are maps of tokens or
+    """Return True if ``a`` is known to equal ``b`` wherever ``b`` is defined. Both are maps of tokens or
     parameters of such maps. Longer tables of rotary positions, for example, may replace shorter ones.
     """
     if type(a) is not type(b):

@@ -21,17 +21,17 @@ class HowsmoothError(Exception):
     """The base class of all exceptions that howsmooth raises on purpose."""
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Return what pickle needs to restore an exception with all its fields, which are the arguments of
-        its class, so that a worker process can send it.
+        """Return what pickle needs to restore an exception with all its fields in another process.
 
-        Without this method, unpickling would call the class with the message alone.
+        The fields are the arguments of the class. Without this method, unpickling would call the class with
+        the message alone.
         """
         fields = {name: value for name, value in vars(self).items() if name != "__notes__"}
         return (partial(type(self), **fields), ()) if fields else super().__reduce__()
 
 
 class ArgumentError(HowsmoothError, ValueError):
-    """Raised when an argument of a function has a wrong type, shape or value; the message says what was
+    """Raised when an argument of a function has a wrong type, shape or value. The message says what was
     expected.
 
     Parameters
@@ -44,7 +44,6 @@ class ArgumentError(HowsmoothError, ValueError):
         The value that was given.
     remedy
         What the caller can do; a full sentence, or empty.
-
     """
 
     def __init__(self, argument: str, *, expected: str, got: str, remedy: str = "") -> None:
@@ -108,9 +107,7 @@ class StoreError(HowsmoothError):
 
 
 class WorkerError(HowsmoothError):
-    """Raised when a worker process of a study is lost, cannot be reached, or runs another version of
-    howsmooth.
-    """
+    """Raised when a worker process of a study is lost or unreachable, or runs another howsmooth version."""
 
 
 def similar_name(given: str, known: Iterable[str]) -> str:

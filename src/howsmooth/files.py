@@ -45,7 +45,7 @@ def writable_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def written_beside(folder: str | os.PathLike[str], kept: str) -> Iterator[None]:
-    """Raise an OSError of the ``with`` block as a StoreError, which says that the rows in the store are safe.
+    """Convert an OSError of the ``with`` block to a StoreError, which says that the stored rows are safe.
 
     ``kept`` is the name of the rows in the store, such as "measurements".
     """

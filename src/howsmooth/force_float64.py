@@ -62,8 +62,8 @@ def _widened(value: Any) -> Any:
 
 
 def _like_wide_tensors(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Replace the argument of ``tensor.to(other)`` by the device of ``other`` and a dtype not narrower than
-    float64.
+    """Rewrite the arguments of ``tensor.to(other)``. Instead of the tensor ``other``, they name its device
+    and its dtype, or float64 if that is narrower.
     """
     given = args[1] if len(args) > 1 else kwargs.get("tensor", kwargs.get("other"))
     if not isinstance(given, Tensor):

@@ -61,9 +61,7 @@ class _Constants(Result):
 
     @property
     def remedy(self) -> str:
-        """Advice on what to do if the interval of some constant is too wide, or an empty string if all
-        intervals are narrow enough.
-        """
+        """Advice on what to do if some interval is too wide, or an empty string if none is."""
         missed = int((~self.converged).sum())
         if not missed:
             return ""

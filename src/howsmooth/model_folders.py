@@ -1,4 +1,4 @@
-"""The names of models: the built-in ones, and what a local folder must hold.
+"""Find the folder that the name of a model stands for, and check the files in it.
 
 PyTorch and transformers are not imported here, so that a wrong name is told at once.
 """
@@ -45,15 +45,16 @@ def builtin_folder(name: str) -> Path:
 
 
 def folder_of(name: str, *, random_init: bool, types: Collection[str] | None = None) -> Path | None:
-    """Return the folder that holds the configuration of a model; None for a name of the Hugging Face
-    Hub or of a type of models, one of ``types`` if they are known.
+    """Return the local folder that holds the configuration of a model. It is None for the name of a model on
+    the Hugging Face Hub, and for a model type such as gpt2.
+
+    ``types`` are the model types, if they are known.
 
     Raises
     ------
     ModelError
         If the name is a folder without a model, or looks like a path that does not exist, or like the name of
         a built-in model.
-
     """
     if name in BUILTIN_MODELS:
         return builtin_folder(name)
@@ -88,7 +89,7 @@ def folder_of(name: str, *, random_init: bool, types: Collection[str] | None = N
 
 
 def remedy(name: str, types: Collection[str] = ()) -> str:
-    """Return sentences on what to give in place of the name of a model that is not found."""
+    """Return advice on what to give in place of the name of a model that is not found."""
     told = (
         f"Give the folder of a model, a built-in one ({', '.join(BUILTIN_MODELS)}), or build one with "
         "untrained weights from a model type such as 'gpt2' with random_init=True."
@@ -113,8 +114,8 @@ def check_weights(name: str, folder: Path) -> None:
 
 
 def check_tokenizer(name: str, folder: Path) -> None:
-    """Raise ModelError if the folder of a model that reads token ids has no files of a tokenizer, or one that
-    is damaged.
+    """Raise ModelError if a model reads token ids, but the tokenizer files in its folder are missing or
+    damaged.
     """
     files = [path for pattern in _TOKENIZERS for path in folder.glob(pattern)]
     try:
@@ -133,7 +134,7 @@ def check_tokenizer(name: str, folder: Path) -> None:
 
 
 def check_classifier(name: str, folder: Path) -> None:
-    """Raise ModelError if a configuration says that the model in a folder is a language model."""
+    """Raise ModelError if the configuration in a folder says that the model is a language model."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         kinds = json.loads((folder / "config.json").read_bytes())["architectures"]
         if kinds and all(map(_OF_LANGUAGE.search, kinds)):
@@ -144,8 +145,8 @@ def check_classifier(name: str, folder: Path) -> None:
 
 
 def stated_sizes(folder: Path) -> dict[str, int]:
-    """Return the numbers of ``layers``, ``heads`` and ``positions`` of the model in a folder, as far as its
-    configuration alone tells them for certain.
+    """Return the numbers of ``layers``, ``heads`` and ``positions`` of the model in a folder. Sizes that its
+    configuration alone does not tell for certain are left out.
     """
     try:
         config = json.loads((folder / "config.json").read_bytes())
@@ -162,7 +163,7 @@ def stated_sizes(folder: Path) -> dict[str, int]:
 
 
 def check_positions(lengths: Collection[int], most: int, label: str) -> None:
-    """Raise ArgumentError if a length is more than the positions of a model."""
+    """Raise ArgumentError if one of the ``lengths`` exceeds ``most``, the number of positions of a model."""
     if lengths and max(lengths) > most:
         raise ArgumentError(
             "lengths",
@@ -173,8 +174,8 @@ def check_positions(lengths: Collection[int], most: int, label: str) -> None:
 
 
 def _with_config(folder: Path) -> Path | None:
-    """Return the folder with the config.json of the model: the given one or, for sentence-transformers, one
-    inside it; None if there is none.
+    """Return the folder that holds config.json, or None if there is none. It is the given folder or, for
+    sentence-transformers, one inside it.
     """
     inside = []
     if not (folder / "config.json").is_file() and (folder / "modules.json").is_file():

@@ -1,4 +1,4 @@
-"""PyTorch modules as their own Python code runs: without wrappers, compiled code and fused kernels."""
+"""Run PyTorch modules by their own Python code, without wrappers, compiled code and fused kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["eager", "fast_path", "unwrapped", "wrapped_parts"]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside of torch.compile, DataParallel, DistributedDataParallel and PEFT's PeftModel.
+    """Return the module inside wrappers: torch.compile, DataParallel, DistributedDataParallel, and PeftModel.
 
     A pass through the wrappers would wait for other processes, or compile the model again. A PeftModel that
     puts prompts before the tokens is no wrapper.
@@ -33,8 +33,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def wrapped_parts(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Return the parts of a model that are wrapped: the module that has one, its name there, and the module
-    inside. A wrapper with hooks of its own does more than the module inside, and is left out.
+    """Return for each wrapped part of a model its parent module, its name there, and the module inside the
+    wrapper. A wrapper with hooks of its own does more than the module inside, and is left out.
     """
     parts = ((parent, *item) for parent in model.modules() for item in parent._modules.items())
     return [
@@ -46,7 +46,7 @@ def wrapped_parts(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
 
 
 def eager() -> AbstractContextManager[Any]:
-    """Return a context manager in which compiled modules and functions run their own code."""
+    """Return a context manager in which compiled modules and functions run their Python code."""
     # Without a compiled module, the compiler need not be imported, which takes seconds.
     known = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if known else nullcontext()
@@ -54,7 +54,7 @@ def eager() -> AbstractContextManager[Any]:
 
 @contextmanager
 def fast_path(enabled: bool) -> Iterator[None]:
-    """Return a context manager that allows or forbids PyTorch's one operation for a whole encoder layer."""
+    """Return a context manager that allows or forbids PyTorch's fast path for whole encoder layers."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(enabled)
     try:

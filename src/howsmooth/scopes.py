@@ -43,7 +43,7 @@ OUTPUTS = ("hidden", "logits", "margin")
 
 
 def layers_of_scope(scope: str, layers: Sequence[int]) -> Sequence[int]:
-    """Return the indices of the layers that are measured in a scope. For the scope of the whole model, the
-    only index is 0.
+    """Return the indices of the layers that are measured in a scope. For the whole model it is only index
+    0.
     """
     return (0,) if scope == "model" else layers

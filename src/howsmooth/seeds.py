@@ -11,7 +11,7 @@ __all__ = ["derive_seed", "random_stream", "torch_seed"]
 
 
 def random_stream(seed: int) -> np.random.Generator:
-    """Return the random numbers of a start vector, for a seed of which the lowest 64 bits count.
+    """Return the generator of random start vectors for a seed, of which only the lowest 64 bits count.
 
     All of these bits are hashed to 128 bits, so no two seeds share a stream, however near they are, and none
     is a stream of PyTorch. The limits of a measurement hold for starts that do not depend on its tokens,
@@ -34,10 +34,10 @@ def torch_seed(seed: int) -> int:
 
 
 def derive_seed(**axes: str | int | None) -> int:
-    """Derive the seed of a random number generator from named values, such as a model, a layer and a sample:
-    the first eight bytes of the SHA-256 of the sorted axes, halved, a number in [0, 2^63).
+    """Derive the seed of a random generator from named values, such as a model, a layer and a sample.
 
-    The seed of one combination of values does not depend on which other combinations are used.
+    It is a number in [0, 2^63), half of the first eight bytes of the SHA-256 of the sorted axes. The seed of
+    one combination of values does not depend on which other combinations are used.
     """
     written = json.dumps(axes, sort_keys=True, ensure_ascii=True)
     return int.from_bytes(hashlib.sha256(written.encode()).digest()[:8], "big") >> 1

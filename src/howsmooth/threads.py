@@ -1,4 +1,4 @@
-"""The number of CPU threads with which PyTorch computes fastest, beside whatever else the machine does.
+"""Choice of the number of CPU threads with which PyTorch is fastest beside other programs.
 
 The threads of PyTorch wait for each other after every operation. If other programs use the cores, all of them
 wait for the one that was interrupted, and together they take up to ten times as long as one thread. So long
@@ -32,7 +32,7 @@ _GAIN = 0.9
 
 
 class _Choice:
-    """The choice of the call that runs. Calls within it share it."""
+    """The number of threads chosen for a running call of the library. Calls within it share the choice."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -40,7 +40,7 @@ class _Choice:
         self.next = math.inf if most == 1 else time.monotonic() + _SHORT
 
     def renew(self) -> None:
-        """Choose the number of threads anew if the last choice was long ago."""
+        """Choose the number of threads again if the last choice was long ago."""
         began = time.monotonic()
         if began >= self.next:
             best = fastest(self.most)
@@ -50,7 +50,7 @@ class _Choice:
 
     @property
     def words(self) -> str:
-        """The numbers of threads that were chosen; empty if only the user's own number was taken."""
+        """A phrase with the chosen numbers of threads, empty if only the user's number was used."""
         if self.taken <= {self.most}:
             return ""
         numbers = " to ".join(map(str, sorted({min(self.taken), max(self.taken)})))
@@ -63,9 +63,10 @@ _running: ContextVar[_Choice | None] = ContextVar("running", default=None)
 
 @contextmanager
 def fastest_threads(number: int | None = None) -> Iterator[_Choice]:
-    """Let PyTorch use the fastest number of threads, of which :func:`renew_threads` decides from 0.3 s after
-    the beginning of the ``with`` block, or the given ``number``. At the end it uses as many as before. Yields
-    the choice, whose ``words`` say what was chosen.
+    """Let PyTorch use the fastest number of threads in a ``with`` block, or the given ``number``. The block
+    gets the choice, whose ``words`` say what was chosen. Afterwards PyTorch uses as many threads as before.
+
+    The fastest number is found by :func:`renew_threads`, from 0.3 s after the beginning of the block on.
     """
     if (outer := _running.get()) is not None:  # the outermost block decides
         yield outer
@@ -84,7 +85,7 @@ def fastest_threads(number: int | None = None) -> Iterator[_Choice]:
 
 
 def with_fastest_threads(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the function, whose calls are :func:`fastest_threads` blocks."""
+    """Decorate a function so that each call runs in a :func:`fastest_threads` block."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -95,8 +96,8 @@ def with_fastest_threads(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def renew_threads() -> None:
-    """Choose the number of threads anew, if a :func:`fastest_threads` block runs and it is time. Long loops
-    call this in every step.
+    """Choose the number of threads again if the last choice was long ago, and a :func:`fastest_threads` block
+    is running. Long loops call this in every step.
     """
     choice = _running.get()
     if choice is not None:
@@ -104,7 +105,7 @@ def renew_threads() -> None:
 
 
 def fastest(most: int) -> int:
-    """Return the number of threads, at most ``most``, with which a typical computation is fastest now."""
+    """Return the number of threads, from 1 to ``most``, with which a typical computation is fastest now."""
     candidates = sorted({1, *(max(most // share, 1) for share in (8, 4, 2, 1))})
     for threads in candidates[1:]:
         seconds(threads)  # the first computation with more threads than before starts them
@@ -118,7 +119,7 @@ def fastest(most: int) -> int:
 
 
 def seconds(threads: int) -> float:
-    """Return the time that some milliseconds of matrix products and sums take with so many threads."""
+    """Return the time that a typical short computation takes with the given number of threads."""
     torch.set_num_threads(threads)
     matrix = torch.ones(384, 384)
     began = time.perf_counter()

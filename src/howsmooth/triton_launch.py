@@ -18,9 +18,7 @@ _fitted: dict[object, int] = {}
 
 @dataclass(frozen=True)
 class TileSize:
-    """The tile size of a Triton kernel (query rows and keys), with its numbers of warps and
-    pipeline stages.
-    """
+    """The numbers of query rows and keys in a tile of a Triton kernel, and of warps and pipeline stages."""
 
     rows: int
     keys: int
@@ -29,7 +27,7 @@ class TileSize:
 
 
 def padded_width(key_dim: int, value_dim: int) -> int:
-    """Return the number of columns, a power of two, to which a Triton kernel pads its matrices."""
+    """Return the power of two to which a Triton kernel pads the number of columns of its matrices."""
     return max(_NARROWEST, 1 << (max(key_dim, value_dim) - 1).bit_length())
 
 
@@ -41,12 +39,12 @@ def launch(
     arguments: Sequence[object],
     options: Mapping[str, object],
 ) -> None:
-    """Run a Triton kernel with the first of several ``tiles``, from large to small, that fits into the
-    on-chip memory of the device of the queries ``q``. If not even the last one fits, Triton's OutOfResources
-    is raised.
+    """Run a Triton kernel with the largest of several ``tiles`` that fits into the on-chip memory of the GPU.
+    If none fits, Triton's OutOfResources is raised.
 
-    ``kernel`` is a compiled Triton function whose last constants are ``ROWS`` and ``KEYS``, ``options`` are
-    its other constants, and ``grid`` returns the shape of the grid for a tile.
+    The tiles go from large to small, and the GPU is that of the queries ``q``. ``kernel`` is a compiled
+    Triton function whose last constants are ``ROWS`` and ``KEYS``, ``options`` are its other constants, and
+    ``grid`` returns the shape of the grid for a tile.
     """
     from triton.runtime.errors import OutOfResources
 

@@ -25,7 +25,7 @@ __all__ = ["Call", "StopForward", "Watch", "bound_arguments", "first_tokens", "n
 
 
 class StopForward(BaseException):
-    """The exception with which a watcher ends a run early, with the value that it was waiting for.
+    """The exception by which a watcher ends the run of a model early, with the value that it wanted.
 
     It is a BaseException, so that no model catches it with ``except Exception``.
     """
@@ -37,8 +37,8 @@ class StopForward(BaseException):
 
 @dataclass(eq=False)
 class Call:
-    """A call of a module in a run of a model. A watcher may set the arguments before the module runs, and the
-    output after it; if it sets ``answered``, the module does not run and ``output`` is what it returns.
+    """One call of a module in a run of a model. A watcher may set its arguments beforehand and its output
+    afterwards. If it sets ``answered``, the module does not run, and the call returns ``output``.
     """
 
     name: str  # path of the module
@@ -85,7 +85,7 @@ class Call:
         self.versions = {id(v): v._version for v in self._tensors()}
 
     def unchanged(self) -> bool:
-        """Return True if no argument was changed in place after :meth:`keep`, as PyTorch's counters tell."""
+        """Return True if PyTorch's counters show that no argument was changed in place since :meth:`keep`."""
         return all(self.versions.get(id(v), v._version) == v._version for v in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
@@ -111,7 +111,7 @@ def watched(
 
 
 class _Watcher:
-    """The functions that stand in a watched module for the two by which PyTorch calls it."""
+    """Replacements for ``forward`` and ``_call_impl``, by which PyTorch calls a watched module."""
 
     def __init__(
         self, name: str, module: nn.Module, starts: Callable[[Call], None], ends: Callable[[Call], None]
@@ -122,7 +122,7 @@ class _Watcher:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Return a context manager in which the module calls this watcher."""
+        """Return a context manager in which calls of the module pass through this watcher."""
         module: Any = self.module
         own, forward = module._call_impl, module.forward
 
@@ -160,7 +160,7 @@ class _Watcher:
 
 @contextmanager
 def _replaced(module: nn.Module, new: dict[str, Any]) -> Iterator[None]:
-    """Return a context manager in which a module has other values in its own fields."""
+    """Return a context manager in which a module has the values ``new`` in its own fields."""
     fields = vars(module)
     before = {key: fields[key] for key in new if key in fields}
     fields.update(new)
@@ -279,7 +279,7 @@ def _counts() -> bool:
 
 
 class _Forward:
-    """What stands in place of the ``forward`` of a module in a pass that is watched.
+    """A function that replaces the ``forward`` of a module during a watched pass of the model.
 
     It is made once, because the compiler would take another one for a change of the model.
     """
@@ -312,7 +312,7 @@ class _Forward:
 
 
 class _Uncopied:
-    """A hook that does nothing in a copy of its module, or in a file."""
+    """A hook of a module that does nothing in copies of the module, or in files saved from it."""
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
         self.function = function
@@ -344,7 +344,7 @@ def first_tokens(arguments: dict[str, Any]) -> Tensor | None:
 
 
 class _Downcasts(TorchFunctionMode):
-    """A function mode that records whether any function converts float64 to float32 or back."""
+    """A PyTorch function mode that records whether any function converts float64 to float32 or back."""
 
     def __init__(self) -> None:
         super().__init__()

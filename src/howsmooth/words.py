@@ -38,7 +38,7 @@ _VISIBLE_SIGNS = str.maketrans({"\n": "↵", "\r": "↵", "\t": "→"})
 
 
 def file_stem(*parts: str) -> str:
-    """Make a file name without suffix from some parts.
+    """Make a file name, without suffix, from one or more texts.
 
     If characters have to be replaced or cut, a short digest is added, so that different parts never give the
     same file name.
@@ -56,7 +56,7 @@ def file_stem(*parts: str) -> str:
 
 
 def encodable(words: str) -> str:
-    """Escape lone surrogates, which stand for undecodable bytes of file names in Python."""
+    """Escape lone surrogates in a text, which stand for undecodable bytes of file names in Python."""
     return words.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -90,12 +90,12 @@ def counted(number: int, what: str) -> str:
 
 
 def kind_in_words(kind: str) -> str:
-    """Return a noun for a kind of input, such as "token ids"."""
+    """Return a noun phrase for a kind of input, such as "token ids"."""
     return _KINDS.get(kind, kind)
 
 
 def unit_in_words(kind: str) -> str:
-    """Return what the length of a sequence counts, such as "tokens", for a kind of input."""
+    """Return the unit in which a kind of input is counted as a sequence, such as "tokens"."""
     return _UNITS.get(kind, "tokens")
 
 
@@ -105,13 +105,13 @@ def amount_in_words(kind: str, amount: int) -> str:
 
 
 def place_in_words(layer: int, head: int | None) -> str:
-    """Return "layer 3", or "layer 3, head 1"."""
+    """Return the place of a layer or head in words, such as "layer 3" or "layer 3, head 1"."""
     return f"layer {layer}" + ("" if head is None else f", head {head}")
 
 
 def scope_in_words(row: Mapping[Any, Any] | pd.Series) -> str:
-    """Return the scope of a row, with its output and the sequence that moves if the row names them, such as
-    "scope model, output logits".
+    """Return the scope of a table's row in words, such as "scope model, output logits". The output and the
+    sequence that moves are added if the row names them.
     """
     return ", ".join(f"{name} {row[name]}" for name in ("scope", "output", "side") if row.get(name))
 

@@ -198,8 +198,8 @@ def two_heavy_tokens(attention: object, length: int, radius: float, *, head: int
 
 
 def balanced(attention: object, length: int, radius: float, *, head: int = 0) -> Construction:
-    """Return a sequence of tokens that alternate between Ru and −Ru, with a last token of zero, which sees
-    all tokens alike however large R is.
+    """Return a sequence of tokens that alternate between Ru and −Ru. The last token is zero and sees all
+    tokens alike for every R.
 
     u is a unit vector orthogonal to the query bias b for which |Vu| |Aᵀu| is large. The local Lipschitz
     constant at these tokens grows like R² for every length.

@@ -377,9 +377,7 @@ class _GradientAscent:
         self.rows: list[list[object]] = []
 
     def run(self, steps: int) -> tuple[Tensor, str]:
-        """Run the gradient ascent, and return the best tokens and the name of the start from which they were
-        reached.
-        """
+        """Run the gradient ascent, and return the best tokens and the name of the start that led to them."""
         domain = self.domain
         # Step 0 evaluates all starts; the best of them go on.
         first = self._evaluate(self.u, list(range(len(self.names))), 0)
@@ -603,8 +601,8 @@ def _default_starts(f: TokenMap, n: int, domain: Domain) -> list[tuple[str, Tens
 
 
 def _extends_to_more_tokens(f: TokenMap) -> bool:
-    """Return whether f is causal attention for every number of tokens, whose first outputs stay the same when
-    tokens follow.
+    """Return whether ``f`` is causal attention for every number of tokens, so that further tokens leave the
+    first outputs unchanged.
     """
     return isinstance(f, SelfAttention) and f.causal and f.mask is None and f.score_bias is None
 

@@ -45,9 +45,7 @@ class RepeatedTokens:
     counts: tuple[int, ...]
 
     def tokens(self) -> Float[Tensor, "n d"]:
-        """Return the sequence (n, d) in which every atom is repeated as often as its number of
-        copies says.
-        """
+        """Return the sequence (n, d) in which every atom is repeated by its number of copies."""
         return self.points.repeat_interleave(torch.tensor(self.counts), dim=0)
 
     @classmethod
@@ -91,9 +89,7 @@ class AtomSearch:
 
 
 def can_search_atoms(f: object, domain: Domain) -> bool:
-    """Return whether :func:`search_atoms` supports the map ``f`` (plain or causal softmax attention) and the
-    domain.
-    """
+    """Return whether :func:`search_atoms` supports ``f`` (plain or causal softmax attention) and a domain."""
     return (
         isinstance(f, SelfAttention)
         and f.rotary is None

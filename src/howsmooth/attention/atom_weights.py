@@ -43,7 +43,7 @@ class Weighting:
         return Weighting(self.log_weights.to(dtype=dtype, device=device), positions)
 
     def visibility(self, *, causal: bool) -> Visibility:
-        """Return the mask between the atoms: with causal order an atom sees those at no later position.
+        """Return the mask between the atoms. In causal order, no atom sees an atom at a later position.
 
         Raise ArgumentError if the map is causal and there are no positions.
         """

@@ -18,7 +18,7 @@ __all__ = ["Compose", "OuterMap", "Residual", "layers"]
 
 
 def layers(f: object) -> Iterator[object]:
-    """Yield the layers of which residual connections and compositions make the map ``f``, the last first."""
+    """Yield the layers that ``f`` combines by residual connections and compositions, the last layer first."""
     match f:
         case Residual():
             yield from layers(f.inner)

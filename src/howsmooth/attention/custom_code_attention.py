@@ -325,7 +325,7 @@ class StagedAttention(TokenMap):
         return y
 
     def refuse_measures(self, weighting: Weighting | None) -> None:
-        """Raise ArgumentError if the map is applied to a measure, for which ``weighting`` is not None."""
+        """Raise ArgumentError if a ``weighting`` is given, because the layer cannot act on measures."""
         if weighting is not None:
             raise ArgumentError(
                 "measure",
@@ -347,7 +347,7 @@ class StagedAttention(TokenMap):
 
     def without_output(self) -> StagedAttention:
         """Return the layer without its output projection: the concatenated heads (scope ``heads``). Raise
-        ArgumentError if there are several softmaxes, or one over windows.
+        ArgumentError if the layer has several softmaxes, or if its softmax acts on windows.
         """
         return self._rebuilt(
             layer=_UpToCore(self.layer, None),
@@ -357,7 +357,7 @@ class StagedAttention(TokenMap):
 
     def head(self, h: int) -> StagedAttention:
         """Return one head as a map of tokens, without the code after the softmax (scope ``head``). Raise
-        ArgumentError if there is no head ``h``, or as :meth:`without_output`.
+        ArgumentError if there is no head ``h``, and for layers that :meth:`without_output` refuses.
         """
         if not 0 <= h < self.heads:
             raise ArgumentError("h", expected=f"a head from 0 to {self.heads - 1}", got=str(h))
@@ -370,8 +370,8 @@ class StagedAttention(TokenMap):
         )
 
     def core_shapes(self) -> tuple[CoreShape, ...]:
-        """Return the sizes of each softmax attention of the layer. The first call runs the layer once, with
-        zeros in place of their results.
+        """Return the sizes of each softmax attention of the layer. The first call runs the layer once to find
+        them, with zeros as the softmax attentions' outputs.
         """
         if self._shapes:
             return tuple(self._shapes)
@@ -434,8 +434,8 @@ class _UpToCore:
 
 
 def _grouped(name: str, given: Tensor, whole: tuple[int, ...], kv_heads: int) -> Tensor:
-    """Reshape a mask or bias to the shape ([lead,] kv_heads or 1, group or 1, m, n) of ScoreFeatures, for
-    scores of shape ``whole``, (*lead, heads, m, n).
+    """Reshape a mask or bias as ScoreFeatures needs it, with the axis of heads split into (kv_heads, group).
+    It must broadcast to ``whole``, the shape (*lead, heads, m, n) of the scores.
     """
     t = given
     while t.ndim > len(whole) and t.shape[0] == 1:

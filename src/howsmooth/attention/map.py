@@ -59,7 +59,7 @@ class TokenMap(abc.ABC):
         return self._rebuilt(**{name: converted(getattr(self, name), dtype, device) for name in own})
 
     def _rebuilt(self, **changes: object) -> Self:
-        """Return a map of the same class with other values of some arguments of its constructor."""
+        """Return a map of the same class with the constructor arguments in ``changes`` changed."""
         arguments: dict[str, Any] = {name: getattr(self, name) for name in _arguments(type(self))}
         return type(self)(**(arguments | changes))
 
@@ -113,7 +113,7 @@ def _arguments(kind: type[TokenMap]) -> tuple[str, ...]:
 
 
 def converted(value: Any, dtype: torch.dtype | None, device: torch.device | str | None) -> Any:
-    """Return a parameter of a map in another dtype or on another device, as far as it has any."""
+    """Return ``value`` in another dtype or on another device, if it is a tensor or holds tensors."""
     if isinstance(value, Tensor):
         return value.to(dtype=dtype if value.is_floating_point() else None, device=device)
     to = getattr(value, "to", None)
@@ -143,7 +143,7 @@ class AbstractMeasure(abc.ABC):
 
     @abc.abstractmethod
     def push_forward(self, f: TokenMap) -> AbstractMeasure:
-        """Return the image F(μ) = (Γ_μ)_# μ of this measure μ, which moves every point x of it to Γ_μ(x)."""
+        """Return the image F(μ) = (Γ_μ)_# μ of this measure μ, in which each point x has moved to Γ_μ(x)."""
 
     @abc.abstractmethod
     def weighted_tokens(self) -> tuple[Tensor, Weighting]:
@@ -187,8 +187,8 @@ def _check_placed(name: str, given: Tensor | AbstractMeasure, f: TokenMap) -> No
 def as_parameter(
     name: str, value: object, shape: tuple[int | str, ...], *, like: Tensor | None = None
 ) -> Tensor:
-    """Return the tensor ``value`` detached. Raise ArgumentError unless it has this shape, and the dtype and
-    device of the tensor ``like``, and NonFiniteError if an entry is NaN or infinite.
+    """Check a parameter of a map, and return it detached. Raise ArgumentError unless it is a tensor of this
+    shape, with the dtype and device of ``like``. Raise NonFiniteError if an entry is NaN or infinite.
 
     An entry of ``shape`` is a required size, or the name of a size that may be any positive number.
     """

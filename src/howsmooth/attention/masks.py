@@ -15,8 +15,8 @@ __all__ = ["Visibility", "check_seen", "check_window"]
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """An attention mask given by causal order, a window, a boolean matrix, or a combination of them; or by
-    the positions of the atoms of a measure.
+    """An attention mask. It is given by causal order, a window, a boolean matrix or a combination of them, or
+    by the positions of the atoms of a measure.
 
     Parameters
     ----------
@@ -42,19 +42,19 @@ class Visibility:
 
     @property
     def triangle(self) -> bool | None:
-        """True if the mask is the causal order of tokens alone, False if nothing is masked, and otherwise
-        None.
+        """True if the mask is the causal order of tokens alone, False if nothing is masked, and None for any
+        other mask.
         """
         others = self.window, self.mask, self.positions
         return self.causal if all(rule is None for rule in others) else None
 
     def whole(self, device: torch.device | None = None) -> Bool[Tensor, "m n"] | None:
-        """Return the whole mask, True where the query sees the key, or None if nothing is masked."""
+        """Return the whole mask, True where the query sees the key. Return None if nothing is masked."""
         queries = self.n if self.mask is None else self.mask.shape[0]
         return self.block(slice(0, queries), slice(0, self.n), device)
 
     def all_see(self, rows: slice) -> bool:
-        """Return True if causal order and window leave a visible key to every query in ``rows``."""
+        """Return True if causal order and window let every query in ``rows`` see at least one key."""
         return self.window is None or rows.stop + self.offset < self.n + self.window
 
     def keys(self, rows: slice) -> slice:
@@ -66,7 +66,7 @@ class Visibility:
         return self._between(rows.stop - 1, rows.start)
 
     def _between(self, first: int, last: int) -> slice:
-        """Return the keys from the first that query ``first`` sees to the last that query ``last`` sees."""
+        """Return the keys from the first one that query ``first`` sees to the last one that ``last`` sees."""
         start, stop = 0, self.n
         if self.causal:
             stop = min(stop, last + self.offset + 1)
@@ -78,8 +78,8 @@ class Visibility:
     def block(
         self, rows: slice, keys: slice, device: torch.device | None = None
     ) -> Bool[Tensor, "rows keys"] | None:
-        """Return the part of the mask for some queries and some keys, True where a query sees a key; None if
-        it hides none of these keys.
+        """Return the mask for ranges of queries and keys, True where a query sees a key. Return None if every
+        query sees all of these keys.
         """
         if self.positions is not None:
             return self.positions[None, keys] <= self.positions[rows, None]
@@ -114,7 +114,7 @@ class Visibility:
             t.masked_fill_(~self.mask[rows, keys], 0.0)
 
     def _positions(self, rows: slice) -> slice:
-        """Convert a range of queries to the range of the keys that have the same positions."""
+        """Convert a range of queries to the range of keys at the same positions."""
         return slice(rows.start + self.offset, rows.stop + self.offset)
 
 

@@ -17,7 +17,7 @@ __all__ = ["LayerNorm", "LayerScale", "RMSNorm"]
 
 
 class _OfChannels(TokenMap):
-    """Base class of maps that act on each token separately, with a parameter ``weight`` of each channel."""
+    """Base class of maps that act on each token separately, with one ``weight`` for each channel."""
 
     weight: Tensor
 
@@ -51,8 +51,8 @@ class _Norm(_OfChannels):
         return type(self).__name__
 
     def direction_and_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens h (..., n, d), centred for LayerNorm, and their lengths s = √(|h|² + dε), which
-        divide them, (..., n, 1).
+        """Return the tokens h (..., n, d), centred for LayerNorm, and the lengths s = √(|h|² + dε) by which
+        the norm divides them, (..., n, 1).
         """
         h = x - x.mean(dim=-1, keepdim=True) if self.centred else x
         return h, torch.sqrt((h * h).sum(dim=-1, keepdim=True) + self.d * self.eps)

@@ -54,7 +54,7 @@ class Rotary:
         return Rotary(self.cos.to(dtype=dtype, device=device), self.sin.to(dtype=dtype, device=device))
 
     def at(self, positions: Int[Tensor, " chosen"]) -> Rotary:
-        """Return the embedding of which row i has the angles of position ``positions[i]`` of this one."""
+        """Return the rotary embedding that rotates token i by the angles of position ``positions[i]``."""
         return Rotary(self.cos[positions], self.sin[positions])
 
     def rotate(self, t: Float[Tensor, "*batch n dim"]) -> Float[Tensor, "*batch n dim"]:

@@ -44,7 +44,7 @@ Scores = Float[Tensor, "*batch kv_heads group m n"]
 
 @dataclass(frozen=True, eq=False)
 class ScoreFeatures:
-    """Optional features of attention scores.
+    """Optional features of attention scores: soft cap, bias, masks that differ by head, and attention sinks.
 
     Parameters
     ----------
@@ -65,11 +65,13 @@ class ScoreFeatures:
     seen: Bool[Tensor, "*s_lead s_heads s_group m n"] | None = None
 
     def __bool__(self) -> bool:
-        """Return whether there is any feature."""
+        """Return True if the scores have any of these features."""
         return any(t is not None for t in (self.softcap, self.bias, self.sinks, self.seen))
 
     def block(self, members: slice, kv_heads: int, rows: slice, keys: slice) -> ScoreFeatures:
-        """Return the features of a block of scores, of which ``members`` are the first two axes as one."""
+        """Return the features of one block of scores. ``members`` is a range of the flattened axes (lead,
+        kv_heads).
+        """
         if not self:
             return self
         device = next((t.device for t in (self.bias, self.sinks, self.seen) if t is not None), None)
@@ -161,7 +163,7 @@ def weighted_values(p: Scores, v: Values) -> Outputs:
 def row_blocks(
     lead: int, group: int, m: int, n: int, device: torch.device, window: int | None = None
 ) -> list[tuple[slice, list[slice]]]:
-    """Cut probabilities (lead, group, m, n) into blocks of rows, each of a bounded number of probabilities.
+    """Cut attention probabilities (lead, group, m, n) into blocks of rows, each of limited size.
 
     Each entry of the list is a slice of ``lead`` and the slices of the m rows. Under a ``window`` blocks have
     few rows, so that the keys visible to a block are not many more than those visible to a row.
@@ -219,7 +221,7 @@ def attend(
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor | None, *, causal: bool
 ) -> Float[Tensor, "lead group m value_dim"]:
-    """Compute what :func:`attend` does with PyTorch's flash attention kernel for the CPU."""
+    """Compute the result of :func:`attend` by PyTorch's flash attention kernel for the CPU."""
     # The kernel wants keys and values of one dimension: zeros change neither scores nor the kept outputs.
     width, value_dim = max(k.shape[-1], v.shape[-1]), v.shape[-1]
     q, k, v = (pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
@@ -232,8 +234,8 @@ def _fused(
 
 
 def differentiated(t: Tensor) -> bool:
-    """Return whether PyTorch may have to differentiate in the tensor ``t``: if it requires gradients, carries
-    a tangent or is inside a transform of torch.func.
+    """Return True if PyTorch may have to differentiate with respect to ``t``, because it requires gradients,
+    carries a tangent or is inside a transform of torch.func.
     """
     # The order matters: within torch.func.vmap unpack_dual fails, so wrapped tensors are recognised first.
     return (

@@ -153,7 +153,7 @@ class SelfAttention(HeadsAttention):
 
     @property
     def features(self) -> ScoreFeatures:
-        """The features of the scores, with the axis of heads split in (kv_heads, heads that share one)."""
+        """The features of the scores, with the axis of heads split into (kv_heads, heads per key head)."""
         bias = self.score_bias
         if bias is not None:
             bias = bias[None] if bias.shape[0] == 1 else bias.unflatten(0, (self.kv_heads, -1))
@@ -161,7 +161,7 @@ class SelfAttention(HeadsAttention):
         return ScoreFeatures(self.softcap, bias, sinks)
 
     def feature_names(self) -> tuple[str, ...]:
-        """Return, for messages, the names of what makes scores differ from inner products of projections."""
+        """Return the names of features by which scores differ from inner products of projections."""
         named = {
             "a norm of queries": self.query_norm,
             "a norm of keys": self.key_norm,
@@ -223,8 +223,8 @@ class SelfAttention(HeadsAttention):
         return weighting.visibility(causal=self.causal)
 
     def visible_keys(self, n: int, weighting: Weighting | None = None) -> Bool[Tensor, "n n"] | None:
-        """Return that mask as a matrix (n, n), True where the query (row) sees the key (column), or None if
-        nothing is masked. Raises the errors of :meth:`visibility`.
+        """Return the mask of :meth:`visibility` as a matrix (n, n), True where the query (row) sees the key
+        (column), or None if nothing is masked. Raises the same errors.
         """
         return self.visibility(n, weighting).whole(self.device)
 
@@ -238,7 +238,7 @@ class SelfAttention(HeadsAttention):
         return self._placed(in_heads(X, self.query, self.query_bias), in_heads(X, self.key, self.key_bias))
 
     def _placed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply to queries and keys the norm layers and the rotary rotation of the attention, if any."""
+        """Apply the norm layers and the rotary positions of the attention, if any, to queries and keys."""
         q, k = _normed(q, self.query_norm), _normed(k, self.key_norm)
         return (q, k) if self.rotary is None else (self.rotary.rotate(q), self.rotary.rotate(k))
 

@@ -104,8 +104,8 @@ class SinkhornAttention(HeadsAttention):
     def _potentials(
         self, q: Queries, k: Keys, log_weights: Float[Tensor, " n"]
     ) -> Float[Tensor, "*batch kv_heads group 1 n"]:
-        """Find the vector g in P_ij ∝ a_j exp(S_ij + g_j), with scores S, weights a of the atoms and rows
-        that sum to one, for which Σ_i a_i P_ij = a_j within the tolerance.
+        """Find the vector g such that P_ij ∝ a_j exp(S_ij + g_j), with rows that sum to one, satisfies Σ_i
+        a_i P_ij = a_j within the tolerance. Here S are the scores and a the weights of the atoms.
 
         If the scores take several blocks of rows, each is computed anew in every iteration to save memory.
         """
@@ -157,7 +157,7 @@ class SinkhornAttention(HeadsAttention):
         offsets: Float[Tensor, "*batch kv_heads group 1 n"],
         log_weights: Float[Tensor, " n"],
     ) -> Float[Tensor, "*batch kv_heads group 1 n"]:
-        """Improve log a + g, the ``offsets``, by one Newton step for c_j = 1 with c_j = Σ_i a_i P_ij / a_j.
+        """Improve the ``offsets`` log a + g by one Newton step towards c = 1, where c_j = Σ_i a_i P_ij / a_j.
 
         The derivative of c is ∂c/∂g = diag(c) − R P, where R_ji = a_i P_ij /
         a_j. This matrix is singular, since a constant added to g does not change P; adding 1 aᵀ makes it

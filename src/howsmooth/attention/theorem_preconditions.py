@@ -17,7 +17,7 @@ _MATRICES = "attention given by its matrices: {} cannot use any other"
 
 
 def require_plain_scores(f: object, what: str, *, argument: str = "attention") -> None:
-    """Raise ArgumentError if ``f`` is or contains an attention whose scores are not ⟨q_i, k_j⟩. A mask is
+    """Raise ArgumentError if the map ``f`` contains an attention whose scores are not ⟨q_i, k_j⟩. A mask is
     allowed.
 
     Scores with a bias, a soft cap, sinks or norms of queries and keys are refused, and so is attention whose
@@ -34,8 +34,8 @@ def require_plain_scores(f: object, what: str, *, argument: str = "attention") -
 
 
 def remedy_for_other_map(given: object) -> str:
-    """Return advice for callers who passed a head of ``hs.bounds`` where a map of tokens is expected. For
-    anything else it is empty.
+    """Return advice for callers who passed a head of ``hs.bounds`` where a map of tokens is expected. Return
+    "" for anything else.
     """
     if hasattr(given, "A") and hasattr(given, "V"):
         return (
@@ -46,8 +46,8 @@ def remedy_for_other_map(given: object) -> str:
 
 
 def require_formula(f: object, what: str, *, argument: str = "attention") -> None:
-    """Raise ArgumentError if ``f``, or a part of the composition ``f``, is given by code, as a module of a
-    model is, instead of a known formula. The parameters are those of :func:`require_plain_scores`.
+    """Raise ArgumentError if the map ``f`` contains a layer that is given by PyTorch code instead of a known
+    formula. The parameters are those of :func:`require_plain_scores`.
     """
     known = SelfAttention | L2Attention | SinkhornAttention | LayerNorm | RMSNorm | LayerScale
     for layer in layers(f):

@@ -13,7 +13,7 @@ __all__ = ["all_bounds", "applicable_bounds", "best"]
 
 
 def applicable_bounds(problem: Problem, *, side: str | None = None) -> list[tuple[Statement[Problem], Side]]:
-    """List the statements that apply to an attention, each with its side.
+    """List the bounds of the catalogue that apply to a problem, each with its side: "upper" or "lower".
 
     They are the bounds at the tokens X, if the problem has X; the bounds on the ball for n tokens, if it has
     a length; and the bounds on the ball that hold for every length.
@@ -22,7 +22,7 @@ def applicable_bounds(problem: Problem, *, side: str | None = None) -> list[tupl
 
 
 def all_bounds(problem: Problem, *, side: str | None = None) -> list[Bound]:
-    """Compute the bounds of :func:`applicable_bounds`, even where a hypothesis fails."""
+    """Compute all bounds that :func:`applicable_bounds` lists, also those whose hypotheses fail."""
     return [statement.at(problem, one) for statement, one in applicable_bounds(problem, side=side)]
 
 

@@ -60,7 +60,7 @@ _MOST_NUMBERS = 1 << 14
 
 
 def remembered(compute: Callable[..., float]) -> Callable[..., float]:
-    """Return a function of tensors that computes the same number only once.
+    """Return a version of ``compute`` that remembers its results, and reuses them for equal tensors.
 
     A layer is captured anew for each length, but its matrices have the norms of before. Tensors are
     recognised by digests of their entries, so none is kept, and one that was changed is another one.
@@ -114,17 +114,17 @@ def norm(*factors: Tensor) -> Log:
 
 
 def log_size(tensor: Tensor) -> float:
-    """Return the logarithm of the size of a tensor, −inf if it is zero or empty."""
+    """Return the log of the number by which :func:`normalised` divides a tensor, −inf for a zero tensor."""
     return math.log(_size(tensor)) if bool((tensor != 0).any()) else -math.inf
 
 
 def normalised(tensor: Tensor) -> Tensor:
-    """Return a tensor divided by its size, so that its largest entry lies between 1 and 2."""
+    """Divide a tensor by a power of two, so that its largest absolute entry lies between 1 and 2."""
     return tensor / _size(tensor)
 
 
 def _size(tensor: Tensor) -> float:
-    """Return the power of two below the largest absolute entry of a tensor, by which division is exact."""
+    """Return the largest power of two up to a tensor's largest absolute entry. Division by it is exact."""
     largest = float(tensor.abs().max()) if tensor.numel() else 0.0
     return 2.0 ** (math.frexp(largest)[1] - 1) if 0 < largest < math.inf else 1.0
 
@@ -137,14 +137,14 @@ def row_blocks(n: int) -> Iterator[slice]:
 
 
 def largest_distance(x: Tensor) -> float:
-    """Return the largest distance between two rows of x (n, d), from differences of rows, rounded up."""
+    """Return an upper bound on the distances between rows of x (n, d), computed from their differences."""
     exact, scaled = "donot_use_mm_for_euclid_dist", normalised(x)  # squares of large entries overflow
     blocks = (torch.cdist(scaled[rows], scaled, compute_mode=exact) for rows in row_blocks(len(x)))
     return _size(x) * above(max(float(distances.amax()) for distances in blocks), 2 * x.shape[1] + 4)
 
 
 def norms_of_rows(x: Tensor) -> Tensor:
-    """Return the norms of the rows of x, whose squares may leave the range of float64, rounded up."""
+    """Return the norms of the rows of x, rounded up, also where their squares leave the range of float64."""
     norms: Tensor = torch.linalg.vector_norm(normalised(x), dim=-1)
     return _size(x) * above(norms, x.shape[-1] + 2)
 
@@ -152,7 +152,7 @@ def norms_of_rows(x: Tensor) -> Tensor:
 def as_matrix(
     name: str, value: object, shape: tuple[int | str, ...], *, what: str = "numbers", remedy: str = ""
 ) -> Tensor:
-    """Return an argument as a float64 tensor on the CPU: a tensor, an array or nested lists of real numbers.
+    """Convert a tensor, an array or nested lists of real numbers to a checked float64 tensor on the CPU.
 
     An entry of ``shape`` is a required size, or the name of a size that may be any positive number. ``what``
     and ``remedy`` are words for the error: ArgumentError for another kind or shape, NonFiniteError for an
@@ -232,7 +232,7 @@ class Head:
         self.b_error = 0.0
 
     def with_values(self, *factors: Tensor) -> Head:
-        """Return the head with the same scores and the product of some matrices as its value matrix."""
+        """Return a head with the same scores and with the product of ``factors`` as its value matrix."""
         other = copy(self)
         other.V, other.V_factors = reduce(torch.matmul, factors), factors
         vars(other).pop("log_V_norm", None)  # the copy keeps what is known of the scores
@@ -332,8 +332,8 @@ class Parameters:
     bare: bool = False
 
     def visibility(self, n: int, *, argument: str = "length") -> Visibility:
-        """Return the mask for n tokens. ArgumentError, which names ``argument``, is raised if there is a mask
-        of another length.
+        """Return the mask for n tokens. Raise an ArgumentError about ``argument`` if the attention has a mask
+        for another number of tokens.
         """
         if self.mask is not None and self.mask.shape[0] != n:
             expected = f"{self.mask.shape[0]}, the length of the mask"
@@ -346,8 +346,8 @@ class Parameters:
         return torch.cat(self.outputs, dim=1)
 
     def one_head(self, needed_by: str) -> Head:
-        """Return the head of a single-head attention, :meth:`folded`. For several heads, the error says by
-        which statement one is needed.
+        """Return the head of a single-head attention, with its output map multiplied into its value matrix.
+        If the attention has several heads, raise an ArgumentError that names the bound ``needed_by``.
         """
         if len(self.heads) != 1:
             raise ArgumentError(
@@ -359,7 +359,7 @@ class Parameters:
         return self.folded(0)
 
     def folded(self, h: int) -> Head:
-        """Return head ``h`` with its output map multiplied into the value matrix, which is W_h V_h."""
+        """Return head ``h`` with its output map multiplied into its value matrix, which becomes W_h V_h."""
         head, output = self.heads[h], self.outputs[h]
         identity = torch.eye(*output.shape, dtype=output.dtype)
         return head if torch.equal(output, identity) else head.with_values(output, *head.V_factors)
@@ -367,7 +367,7 @@ class Parameters:
 
 @runtime_checkable
 class SiteLike(Protocol):
-    """What the bounds read from a captured layer of a model."""
+    """The attributes of a captured layer of a model from which bounds are computed."""
 
     @property
     def map(self) -> object:
@@ -379,11 +379,11 @@ class SiteLike(Protocol):
 
     @property
     def norm(self) -> object:
-        """The norm layer whose output X is, or None."""
+        """The norm layer whose output is X, or None."""
 
 
 def opened(source: object) -> tuple[object, Tensor | None, object]:
-    """Return the map, the tokens and the norm layer of a captured site; or what is no site, None and None."""
+    """Return the map, tokens and norm layer of a captured layer. Return any other object with two None."""
     if isinstance(source, SiteLike) and not isinstance(source, TokenMap):
         return source.map, source.x, source.norm
     return source, None, None

@@ -210,7 +210,7 @@ def quadratic_growth(p: Problem) -> Log:
 
 
 def _largest(parameters: Parameters, n: int, points: Iterable[HeavyTokens]) -> Log:
-    """Return the largest norm of heavy columns at several sequences."""
+    """Return the largest of the lower bounds that :func:`log_column_norm` gives at several sequences."""
     return Log(max((log_column_norm(parameters, n, t) for t in points), default=-math.inf))
 
 
@@ -219,12 +219,14 @@ def _folded(p: Problem) -> list[Head]:
 
 
 def _under(p: Problem, masking: Masking) -> Parameters:
-    """Return the parameters of the attention, but with the masking for which a statement holds."""
+    """Return the parameters of the attention, but with ``masking`` in place of its own mask."""
     return replace(p.parameters, masking=masking, mask=None, window=None, causal=False)
 
 
 def _two_clusters(p: Problem, masking: Masking) -> Log:
-    """Bound at the two-cluster inputs of the paper for the largest and the smallest real eigenvalue of A."""
+    """Return the larger of two lower bounds at two-cluster inputs: one for the largest real eigenvalue of A,
+    one for the least.
+    """
     both = (two_cluster_points(p.head, p.radius, choice) for choice in ("max", "min"))
     return _largest(_under(p, masking), p.n, (points for points in both if points is not None))
 
@@ -242,7 +244,8 @@ def _two_heavy(p: Problem, masking: Masking) -> Log:
 
 
 def _log_two_heavy_formula(head: Head, n: int, points: HeavyTokens, *, causal: bool) -> float:
-    """Return the log of the lower bound of :func:`log_tie`, rounded down.
+    """Return the log of a lower bound on ‖D_X f‖, rounded down. Two tokens, called heavy, get equal and large
+    attention weights; all other tokens are copies of one light token.
 
     At huge radii rounding makes the scores of the two heavy tokens differ, so that the norm of their columns
     is smaller.
@@ -280,10 +283,10 @@ def _cesaro_norm(n: int) -> float:
 
 
 def log_column_norm(p: Parameters, n: int, points: HeavyTokens) -> float:
-    """Return the log of the norm of the blocks of D_X f in the columns of the most attended (heavy) tokens
-    and the rows of the other tokens.
+    """Return the log of the norm of a part of D_X f: the derivative of the outputs of light tokens with
+    respect to the heavy tokens. Heavy tokens get most of the attention.
 
-    The norm of these blocks is a lower bound on ‖D_X f‖. With a causal mask the first row is included.
+    The norm of this part is a lower bound on ‖D_X f‖. With a causal mask the first row is included.
     """
     c, d = points.heavies.shape
     if n <= c:
@@ -321,8 +324,9 @@ def log_column_norm(p: Parameters, n: int, points: HeavyTokens) -> float:
 
 
 def _log_weights(heads: Sequence[Head], points: HeavyTokens, log_m: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logs of the weights that a light token gives to each heavy token (rows, H, c), and to all
-    light tokens together (rows, H), where ``log_m`` (rows,) are those of the numbers of light tokens it sees.
+    """Return the logs of the attention weights that light tokens give to each heavy token (rows, H, c), and
+    to all light tokens together (rows, H). ``log_m`` (rows,) are the logs of the numbers of light tokens that
+    they see.
     """
     y = torch.stack([score_vectors(head, points.light) for head in heads])
     gaps = y @ (points.heavies - points.light).mT  # (H, c)
@@ -331,7 +335,7 @@ def _log_weights(heads: Sequence[Head], points: HeavyTokens, log_m: Tensor) -> t
 
 
 def _same_gram(table: Tensor) -> Tensor:
-    """Compress a matrix to few rows, such that its Gram matrix changes little and never increases."""
+    """Return a matrix of few rows whose Gram matrix is nearly that of ``table``, and never larger."""
     if len(table) == 1:
         return table
     factor = torch.linalg.qr(table, mode="r").R
@@ -342,8 +346,8 @@ def _same_gram(table: Tensor) -> Tensor:
 
 
 def _rounding(heads: Sequence[Head], points: HeavyTokens, slope: float) -> float:
-    """Bound what rounding of the differences between the scores of heavy and light tokens does to the log of
-    a bound, whose derivative in them is at most ``slope``.
+    """Bound the error in the log of a lower bound that comes from rounded score differences of heavy and
+    light tokens. The derivative of the log with respect to these differences is at most ``slope``.
     """
     if slope <= 0:
         return 0.0

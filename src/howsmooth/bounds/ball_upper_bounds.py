@@ -53,7 +53,7 @@ masked_or_not = partial(
 
 
 def no_query_bias(other: str = "") -> Condition[Problem]:
-    """Return the hypothesis that the head has no query bias; ``other`` is a bound that allows one."""
+    """Return the hypothesis that the head has no query bias. ``other`` names a bound that allows one."""
     words = "no query bias" + (f", which {other} allows" if other else "")
     return Condition(words, lambda p: p.head.b_norm == 0)
 
@@ -166,7 +166,7 @@ def masked_ball_upper_bound(p: Problem) -> Log:
 
 
 def theorem_a(p: Problem, masking: Masking) -> Log:
-    """Return Theorem A of one head with a mask."""
+    """Return the upper bound of Theorem A on Lip(f on B_R^n) for one head with a mask."""
     a3, alone = p.a3.value, p.n == 1
     if masking == "other":
         rows, most = _rows_of_mask(p.parameters.visibility(p.n), a3)
@@ -200,7 +200,7 @@ def causal_mean_field_upper_bound(p: Problem) -> Log:
 
 
 def for_all_lengths(p: Problem, masking: Masking) -> Log:
-    """Return Theorem A for all n, or Theorem B for a causal mask."""
+    """Return an upper bound on Lip(f on B_R^n) for all n: Theorem B with a causal mask, else Theorem A."""
     factor = 2 + math.sqrt(6) * p.a3 if masking == "causal" else (1 + p.a3**2) ** 0.5
     return p.V * (p.a + Log(p.a3.value) * factor)
 
@@ -209,8 +209,8 @@ def for_all_lengths(p: Problem, masking: Masking) -> Log:
 
 
 def row_square(keys: int | Tensor, a3: Tensor) -> Log:
-    """Return an upper bound on the squared norm of a block row of the Jacobian for V = I and a query that is
-    held fixed, differentiable in a₃.
+    """Bound the squared norm of a block row of the Jacobian from above, if V = I and the query is held fixed.
+    Scores are at most ``a3`` in absolute value.
 
     The query sees ``keys`` tokens. The bound is min{h*(a₃), (1 + a₃²) P̄}, and 1 for a row that sees one.
     """
@@ -227,8 +227,8 @@ def largest_weight(keys: int | Tensor, a: Tensor) -> Log:
 
 
 def h_star(a: Tensor) -> Log:
-    """Return h*(a), an upper bound on the squared norm of a block row of the Jacobian for V = I and a query
-    that is held fixed. The scores of the row must lie in an interval of length 2a.
+    """Return h*(a), an upper bound on the squared norm of a block row of the Jacobian if V = I and the query
+    is held fixed. The scores of the row must lie in an interval of length 2a.
 
     h*(a) is the maximum over p in [0, 1] of p²(1 + 2a(1−p))² + (1−p)²(1 − 2ap)². It is 1 for a <= 1/2, and at
     most 1 + a²/2. It bounds Σ_j P_j²(1 + t_j)² for all probability vectors P and all numbers t_j in an
@@ -261,8 +261,8 @@ def _h_star_maximiser(a: float) -> float:
 
 
 def _rows_of_mask(seen: Visibility, a3: Tensor) -> tuple[Log, int]:
-    """Return max_j Σ_{i sees j} ρ_i, where ρ_i is the bound on row i, and the largest number of keys that a
-    query sees.
+    """Return two numbers: max_j Σ_{i sees j} ρ_i, where ρ_i is the bound of :func:`row_square` on row i, and
+    the largest number of keys that a query sees.
     """
     sizes = torch.cat([block.sum(dim=1) for _, block in mask_blocks(seen)])
     log_rho = row_square(sizes.double(), a3).log
@@ -289,7 +289,7 @@ def mask_blocks(seen: Visibility) -> Iterator[tuple[tuple[slice, slice], Tensor]
 
 
 def causal_rows(n: int, a3: Tensor) -> Log:
-    """Return Σ_{i=1}^n ρ_i, where ρ_i is the bound on row i under a causal mask, rounded up.
+    """Return Σ_{i=1}^n ρ_i, rounded up, where ρ_i is the bound of ``row_square`` on row i of a causal mask.
 
     The sum is exact up to row 20000. Beyond it, ρ_i is replaced by h* up to some row and by (1 + a₃²) P̄(i,
     a₃) after that row. The latter is convex in i, so its sum is at most its integral from half a step before
@@ -316,8 +316,6 @@ def causal_rows(n: int, a3: Tensor) -> Log:
 
 
 def _exp_int(log_x: float) -> int:
-    """Return e^log_x, rounded down to an integer. Some 17 digits are correct, and numbers that would overflow
-    a float are returned too.
-    """
+    """Return e^log_x rounded down to an integer of any size, of which some 17 digits are correct."""
     bits = max(0, int(log_x / math.log(2)) - 60)
     return int(math.exp(log_x - bits * math.log(2))) << bits

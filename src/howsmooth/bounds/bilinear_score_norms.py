@@ -49,7 +49,7 @@ class BilinearScoreNorms(NamedTuple):
     def without_positions(
         cls, query: Tensor, key: Tensor, query_bias: Tensor | None, key_bias: Tensor | None
     ) -> BilinearScoreNorms:
-        """Bound the norms of a head without rotary positions."""
+        """Bound the norms of the bilinear forms of a head without rotary positions."""
         b_q, b_k = _vector(query_bias, query), _vector(key_bias, key)
         pairs = ((key, query), (key, b_q[:, None]), (query, b_k[:, None]), (b_k[:, None], b_q[:, None]))
         return cls(*(exp(log_spectral_norm(one.mT, other)) for one, other in pairs))
@@ -64,8 +64,8 @@ class BilinearScoreNorms(NamedTuple):
         key_bias: Tensor | None,
         seen: Visibility,
     ) -> BilinearScoreNorms | None:
-        """Bound the norms of a head with rotary positions. Return None for more than 16,384 offsets i − j of
-        a query i and a key j, among those that ``seen`` allows, which would take too long.
+        """Bound the norms of the bilinear forms of a head with rotary positions. Return None if ``seen``
+        allows more than 16,384 offsets i − j of a query i and a key j, since this would take too long.
 
         The tables of the rotary embedding are fitted by rotations at a constant speed, and their distance
         from the fit is added to the bounds.
@@ -134,7 +134,7 @@ class _Rotations(NamedTuple):
     def turned(
         self, columns: Float[Tensor, "key_dim r"], offsets: Float[Tensor, " m"]
     ) -> Float[Tensor, "m key_dim r"]:
-        """Multiply a matrix from the left by T_jᵀ T_i for each given offset i − j."""
+        """Multiply a matrix from the left by the rotations T_jᵀ T_i, one for each given offset i − j."""
         half = len(self.angles)
         first, second, rest = columns[:half], columns[half : 2 * half], columns[2 * half :]
         turns = torch.polar(self.scales.square().expand(len(offsets), half), offsets[:, None] * self.angles)

@@ -1,5 +1,5 @@
-"""The class ``Problem``: an attention, with the tokens or the ball for which bounds are asked; and functions
-that prepare one from the arguments of a statement.
+"""The class ``Problem``: an attention, and the tokens or the ball for which bounds on its Lipschitz constant
+are asked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LEAST_RADIUS = 1e-150
 
 @dataclass(frozen=True, eq=False)
 class Vectors:
-    """Vectors M x_i + b, upper bounds on their norms, and a bound on the norms of their errors."""
+    """The vectors M x_i + b for tokens x_i, with upper bounds on their norms and on their rounding errors."""
 
     values: Float[Tensor, "n d"]
     lengths: Float[Tensor, " n"]
@@ -47,7 +47,7 @@ class Vectors:
 
     @classmethod
     def of(cls, x: Tensor, first: Tensor, second: Tensor, bias: Tensor, off: float = 0.0) -> Vectors:
-        """Multiply tokens by two matrices from the right, and add a bias with an error of at most ``off``."""
+        """Compute the vectors x_i @ first @ second + bias. ``off`` bounds the error of the given bias."""
         values = _finite((x @ first) @ second + bias)
         sizes = norms_of_rows((x.abs() @ first.abs()) @ second.abs() + bias.abs()).max()
         error = up(gamma(sum(first.shape) + 2) * float(sizes) + off)
@@ -55,12 +55,12 @@ class Vectors:
 
     @property
     def longest(self) -> Log:
-        """The largest norm."""
+        """The largest of the upper bounds on the norms of the vectors."""
         return Log.of(self.lengths.max())
 
     @property
     def diameter(self) -> Log:
-        """The largest distance between two of the vectors."""
+        """An upper bound on the distances between the vectors."""
         return Log.of(above(largest_distance(self.values) + 2 * self.error, 1))
 
 
@@ -83,9 +83,7 @@ class Problem:
 
     @classmethod
     def of(cls, source: object, X: object = None, length: object = None, radius: object = None) -> Problem:
-        """Convert the arguments of :func:`best`, an attention and tokens or a ball, to a problem. What it
-        raises is described there.
-        """
+        """Make a problem from the arguments of :func:`best`. They and the errors are described there."""
         attention, of_site, norm = opened(source)
         X = of_site if X is None and length is None else X
         if isinstance(attention, TokenMap) and not isinstance(attention, SelfAttention):
@@ -127,13 +125,13 @@ class Problem:
 
     @property
     def n(self) -> int:
-        """The number of tokens, for a statement that has one."""
+        """The number of tokens, if one is given."""
         assert self.length is not None
         return self.length
 
     @property
     def plain(self) -> bool:
-        """Whether the scores are ⟨A x_i + b, x_j⟩, and the weights their softmax."""
+        """Whether the scores are ⟨A x_i + b, x_j⟩ and the attention weights are their softmax."""
         f = self.attention
         return not isinstance(f, SelfAttention) or (f.rotary is None and not f.feature_names())
 
@@ -144,27 +142,27 @@ class Problem:
 
     @cached_property
     def head(self) -> Head:
-        """The only head, with the output map multiplied into its value matrix."""
+        """The head of a single-head attention, with its output map multiplied into its value matrix."""
         return self.parameters.one_head("this statement")
 
     @property
     def V(self) -> Log:
-        """‖V‖."""
+        """The spectral norm ‖V‖ of the value matrix."""
         return Log(self.head.log_V_norm)
 
     @property
     def a(self) -> Log:
-        """‖A‖R², a bound on the scores of one head on the ball that leaves the query bias b out."""
+        """‖A‖R², a bound on the scores of one head on the ball if it has no query bias."""
         # A logarithm, because ‖A‖ may underflow and R² overflow where their product does neither.
         return Log(self.head.log_A_norm) * Log.of(self.radius) ** 2
 
     @property
     def a3(self) -> Log:
-        """(‖A‖R + |b|)R, a bound that includes the query bias."""
+        """(‖A‖R + |b|)R, a bound on the scores of one head on the ball if it has the query bias b."""
         return self.a + Log.of(self.head.b_norm) * self.radius
 
     def once(self, compute: Callable[..., T], *arguments: object) -> T:
-        """Return ``compute(self, *arguments)``, computed once for a formula and its hypotheses."""
+        """Return ``compute(self, *arguments)``, which is computed once and then remembered."""
         key = (compute, arguments)
         if key not in self._found:
             self._found[key] = compute(self, *arguments)
@@ -175,7 +173,7 @@ class Problem:
 
     @property
     def tokens(self) -> Float[Tensor, "n d"]:
-        """The tokens X, for a statement about them."""
+        """The tokens X, if they are given."""
         assert self.X is not None
         return self.X
 
@@ -187,12 +185,12 @@ class Problem:
 
     @cached_property
     def transposed(self) -> Vectors:
-        """The vectors Aᵀ x_i."""
+        """The vectors Aᵀ x_i for the tokens x_i."""
         return Vectors.of(self.tokens, self.head.left, self.head.right, torch.zeros_like(self.head.b))
 
     @cached_property
     def visible(self) -> Bool[Tensor, "n n"]:
-        """The mask, True where the query (row) sees the key (column)."""
+        """The mask (n, n), which is True where the query (row) sees the key (column)."""
         n = len(self.tokens)
         seen = self.parameters.visibility(n, argument="X").whole()
         return torch.ones(n, n, dtype=torch.bool) if seen is None else seen
@@ -205,7 +203,7 @@ class Problem:
 
     @property
     def log_error_of_weights(self) -> float:
-        """A bound on the error of the logarithms of the attention weights, at most 700."""
+        """A bound on the rounding errors of the logarithms of the attention weights. It is 700 at most."""
         # Errors of the scores of at most e change a weight by a factor of at most e^{2e}; tokens less their
         # mean are at most twice as long as the longest token.
         roundings = gamma(self.head.d + 4) * self.y.lengths.max() + self.y.error
@@ -222,24 +220,24 @@ class Problem:
 
 
 def on_ball(attention: object, length: object, radius: object) -> Problem:
-    """Prepare a statement about n tokens in a ball."""
+    """Return the problem of bounding the Lipschitz constant of attention for n tokens in a ball."""
     return Problem(parameters_of(attention), None, check_length(length), check_radius(radius))
 
 
 def for_every_length(attention: object, radius: object) -> Problem:
-    """Prepare a statement about every number of tokens in a ball."""
+    """Return the problem of bounding the Lipschitz constant of attention on a ball for every length."""
     return Problem(parameters_of(attention), radius=check_radius(radius))
 
 
 def at_tokens(attention: object, X: object = None) -> Problem:
-    """Prepare a statement about given tokens."""
+    """Return the problem of bounding the norm of the Jacobian of attention at given tokens."""
     parameters = parameters_of(attention)
     x = _tokens(opened(attention)[1] if X is None else X, parameters)
     return Problem(parameters, x, len(x))
 
 
 def far_out(attention: object, X: object, radius: object, *, side: object = "upper") -> Problem:
-    """Prepare a statement about the tokens R·X.
+    """Return the problem of bounding the norm of the Jacobian of attention at the tokens R·X.
 
     Other Parameters
     ----------------
@@ -264,7 +262,7 @@ def check_side(side: object) -> Side:
 
 
 def _tokens(X: object, attention: Head | Parameters | SelfAttention) -> Float[Tensor, "n d"]:
-    """Return the tokens of one sequence, of which a site may have a batch."""
+    """Convert the argument X, which may be a batch of one, to the tokens (n, d) of one sequence."""
     d = attention.heads[0].d if isinstance(attention, Parameters) else attention.d
     remedy = "Give one sequence of tokens of the attention's dimension."
     if isinstance(X, Tensor) and X.ndim == 3:

@@ -69,19 +69,19 @@ _NOT_COMPARED = (Quantity.TOKEN_WISE, Quantity.LOCAL_TOKEN_WISE)
 
 @dataclass(frozen=True)
 class Condition(Generic[T]):
-    """A hypothesis of a statement in words, and the function that says whether it holds for a problem."""
+    """A hypothesis of a bound in words, and the function that says whether it holds for a problem."""
 
     words: str
     holds: Callable[[T], bool]
 
     def of(self, problem: T) -> Hypothesis:
-        """Return the hypothesis, with the answer for this problem."""
+        """Return this condition as a hypothesis that says whether it holds for ``problem``."""
         return Hypothesis(self.words, bool(self.holds(problem)))
 
 
 @dataclass(frozen=True, eq=False)
 class Statement(Generic[T]):
-    """A bound of the catalogue."""
+    """A bound of the catalogue: its formula, with the bounded quantity, the source and the hypotheses."""
 
     name: str
     #: The bounded constant, or a function that reads it from the problem.
@@ -106,11 +106,11 @@ class Statement(Generic[T]):
     searched: bool = False
 
     def quantity_of(self, problem: T) -> Quantity:
-        """Return the constant that is bounded for this problem."""
+        """Return the kind of Lipschitz constant that this entry of the catalogue bounds for a problem."""
         return self.quantity if isinstance(self.quantity, Quantity) else self.quantity(problem)
 
     def at(self, problem: T, side: Side | None = None) -> Bound:
-        """Evaluate the bound, rounded outwards, and its hypotheses."""
+        """Evaluate the bound and its hypotheses for a problem, and round the bound outwards."""
         if isinstance(problem, Problem) and self.heads == "one" and len(problem.parameters.heads) > 1:
             problem.parameters.one_head(self.name)  # raises an error
         hypotheses = [condition.of(problem) for condition in self.needs]
@@ -130,7 +130,7 @@ class Statement(Generic[T]):
         return Bound(self.name, "upper" if upper else "lower", *about, log, tuple(hypotheses))
 
     def sides(self, problem: Problem) -> tuple[Side, ...]:
-        """Return on which sides ``best`` and ``table`` list the statement for a problem, possibly on none."""
+        """Return the sides, "upper" or "lower", on which ``best`` and ``table`` list this bound."""
         sides: tuple[Side, ...] = ("upper", "lower") if self.side is None else (self.side,)
         missing = any(getattr(problem, argument) is None for argument in self.arguments)
         if self.heads is None or missing or self.quantity in _NOT_COMPARED:
@@ -189,7 +189,7 @@ def statement(
 
 
 def listing(names: Sequence[str]) -> str:
-    """Return a list of the named statements by side and quantity, for the documentation."""
+    """List the named bounds for the documentation, grouped by side and by bounded quantity."""
     groups: dict[str, list[str]] = {}
     for name, made in CATALOGUE.items():
         if name in names:
@@ -206,7 +206,7 @@ def _quantity_in_words(made: Statement[Any]) -> Quantity:
 
 
 def _documented(made: Statement[T], formula: Callable[[T], Value], prepare: Callable[P, T]) -> str:
-    """Write the docstring of a statement: what it says, and the sections that its family shares."""
+    """Return the public docstring of a bound: the text of its formula, and sections that all bounds share."""
     doc = inspect.cleandoc(prepare.__doc__ or "") + "\n"
     own = dict(re.findall(r"^(\w+)\n((?:    .*\n?)+)", doc, re.MULTILINE))
     heads = "One head" if made.heads == "one" else "Any number of heads"

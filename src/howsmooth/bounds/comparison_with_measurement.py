@@ -35,13 +35,12 @@ class BoundsTable(Result, PrintedTable):  # type: ignore[misc]
         return PrintedTable  # a part of the rows is no result
 
     def _repr_html_(self) -> str:
-        """Return all rows as HTML, for notebooks."""
         words: str = self.to_html()
         return words
 
     @property
     def table(self) -> pd.DataFrame:
-        """The rows with the bounded quantity as a column."""
+        """The rows of the table, with the bounded quantity as a column."""
         return pd.DataFrame(self).reset_index()
 
     @property

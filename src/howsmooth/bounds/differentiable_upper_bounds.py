@@ -42,14 +42,14 @@ Map = TypeVar("Map")
 
 
 class Products(NamedTuple):
-    """Products of matrices as computed, (*batch, m, r), and bounds on the Frobenius norms of their errors."""
+    """Computed products of matrices, (*batch, m, r), with bounds on the Frobenius norms of their errors."""
 
     value: Tensor
     error: Tensor
 
     @classmethod
     def of(cls, left: Tensor, right: Tensor | Products, scale: float = 1.0) -> Products:
-        """Return scale · left @ right, where the factors may be products."""
+        """Return scale · left @ right. The right factor may itself be a product with an error."""
         right, error = right if isinstance(right, Products) else (right, 0.0)
         with torch.no_grad():
             size = torch.linalg.matrix_norm(left)
@@ -63,13 +63,13 @@ class Products(NamedTuple):
 
     @property
     def norms(self) -> Tensor:
-        """The spectral norms, rounded up."""
+        """The spectral norms of the products, rounded up."""
         found: Tensor = norms(self.value) + self.error
         return found
 
     @property
     def lengths(self) -> Tensor:
-        """The norms of products that are vectors, (*batch, m, 1), rounded up.
+        """The norms of products that are column vectors, (*batch, m, 1), rounded up.
 
         The derivative is zero where they are zero, as biases are in the beginning.
         """
@@ -77,7 +77,7 @@ class Products(NamedTuple):
         return found
 
     def stacked(self, factors: Tensor) -> Tensor:
-        """Return the spectral norm of the products times factors, one above the other, rounded up."""
+        """Multiply each product by its factor, and bound the spectral norm of the stack of all results."""
         whole = norms((factors[:, None, None] * self.value).flatten(0, 1))
         found: Tensor = whole + torch.linalg.vector_norm(factors.detach() * self.error)
         return found
@@ -85,7 +85,7 @@ class Products(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HeadMatrices:
-    """The matrices and biases of an attention layer with H heads, in float64 on the CPU for a bound.
+    """The matrices and biases of an attention layer with H heads. Bounds need them in float64 on the CPU.
 
     Queries and keys are (H, k, d), values (H, value_dim, d), the output is (d_out, H · value_dim). The biases
     are (H, k) or (H, value_dim), that of the output is (d_out,), and each may be None. O_h is W_h V_h.
@@ -101,28 +101,28 @@ class HeadMatrices:
     output_bias: Tensor | None = None
 
     def as_map(self, kind: Callable[..., Map], **keywords: Any) -> Map:
-        """Return an attention of ``howsmooth.attention`` with these matrices and biases."""
+        """Return the attention of class ``kind`` that has these matrices and biases."""
         return kind(**{field.name: getattr(self, field.name) for field in fields(self)}, **keywords)
 
     @property
     def blocks(self) -> Float[Tensor, "heads d_out value_dim"]:
-        """The output maps W_h."""
+        """The output maps W_h of all heads."""
         blocks: Tensor = self.output.unflatten(1, self.value.shape[:2])
         return blocks.transpose(0, 1)
 
     @cached_property
     def sizes(self) -> dict[str, Float[Tensor, " heads"]]:
-        """The norms of the query, key and value matrices of each head."""
+        """The spectral norms of the query, key and value matrices of each head."""
         return {name: norms(getattr(self, name)) for name in ("query", "key", "value")}
 
     @cached_property
     def whole(self) -> Float[Tensor, ""]:
-        """‖W_O‖."""
+        """The spectral norm ‖W_O‖ of the output projection."""
         return norms(self.output)
 
     def longest(self, part: str, radius: float, eps: float | None = None) -> Float[Tensor, " heads"]:
-        """Bound the queries, keys or values of each head for tokens of norm at most R. With ``eps`` they are
-        normalised to u/√(|u|² + ε).
+        """Bound the norms of the queries, keys or values of each head for tokens of norm at most R. With
+        ``eps`` they are normalised to u/√(|u|² + ε).
         """
         sizes, bias = self.sizes[part], getattr(self, f"{part}_bias")
         if eps is not None and not math.isfinite(radius):
@@ -134,12 +134,12 @@ class HeadMatrices:
 
     @cached_property
     def grams(self) -> Float[Tensor, "heads heads"]:
-        """The norms ‖O_hᵀ O_g‖, rounded up."""
+        """The norms ‖O_hᵀ O_g‖ for all pairs of heads, where O_h = W_h V_h, rounded up."""
         return gram_norms(self.blocks, self.value)
 
     def squares(self, c: Float[Tensor, "heads *more"]) -> tuple[Tensor, Tensor]:
-        """Return two upper bounds on ‖Σ_h O_h F_h‖² for all matrices F_h with ‖F_h‖ <= c_h: by the norms
-        ‖O_hᵀ O_g‖, and by those of W_O and of the values.
+        """Return two upper bounds on ‖Σ_h O_h F_h‖² for all matrices F_h with ‖F_h‖ <= c_h. The first uses
+        the norms ‖O_hᵀ O_g‖, the second the norms of W_O and of the value matrices.
         """
         by_grams = torch.einsum("h...,hg,g...->...", c, self.grams, c)
         by_values = torch.einsum("h,h...->...", self.sizes["value"].square(), c.square())
@@ -167,7 +167,9 @@ def softmax_layer(layer: HeadMatrices, rows: VisibleRows, radius: float, *, scal
 def query_key_norm_layer(
     layer: HeadMatrices, rows: VisibleRows, radius: float, *, temperature: Tensor, eps: float
 ) -> Tensor:
-    """Bound attention with normalised queries and keys and scores τ⟨q̂, k̂⟩ with û = u/√(|u|² + ε)."""
+    """Bound the Lipschitz constant of multi-head attention with the scores τ⟨q̂, k̂⟩ of normalised queries
+    and keys, where û = u/√(|u|² + ε).
+    """
     tau, size_q, size_k = temperature.abs(), layer.sizes["query"], layer.sizes["key"]
     reach_q, reach_k = (layer.longest(part, radius, eps) for part in ("query", "key"))
     p = _weights(rows, (tau * reach_q * reach_k)[:, None])
@@ -176,11 +178,14 @@ def query_key_norm_layer(
 
 
 def _of_rows(layer: HeadMatrices, rows: VisibleRows, moved: Tensor, rho: Tensor) -> Tensor:
-    """Return the smaller of M(s + √(max_j Σ ρ_i)) and M(s) + √(max_j Σ (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)), with
-    sums over the rows i that see j. ``moved`` (heads,) is s, which is left out if every row sees one key.
+    """Bound the Lipschitz constant of a layer from two bounds on the Jacobian of each head. The Jacobian is a
+    sum of two parts: ``moved`` (heads,) bounds the norm of the first, and ``rho`` (heads, rows) the squared
+    norms of the block rows of the second.
 
-    ``rho`` (heads, rows) bounds the rows of blocks for queries that are held fixed. In the second bound, each
-    is split into its mean over the visible keys and the rest, which needs a mask that is known.
+    The bound is the smaller of M(s + √(max_j Σ ρ_i)) and M(s) + √(max_j Σ (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
+    The sums go over the rows i that see j, and M is :meth:`HeadMatrices.together`. The second splits each
+    block row into its mean over the m_i visible keys and the remainder, which needs a known mask. If every
+    row sees one key only, s is left out.
     """
     moved = moved if rows.several else torch.zeros_like(moved)
     bound = layer.together(moved + rows.heaviest(rho).sqrt())
@@ -196,7 +201,9 @@ def _of_rows(layer: HeadMatrices, rows: VisibleRows, moved: Tensor, rho: Tensor)
 
 
 def l2_layer(layer: HeadMatrices, rows: VisibleRows, radius: float) -> Tensor:
-    """Bound multi-head L2 attention with query and key matrices Q_h, and values V_h Q_hᵀ Q_h x/√k."""
+    """Bound the Lipschitz constant of multi-head L2 attention with queries and keys Q_h x, and with values
+    V_h Q_hᵀ Q_h x/√k.
+    """
     root, sizes = math.sqrt(layer.query.shape[1]), layer.sizes["query"]
     folded = Products.of(layer.value, layer.query.mT, 1 / root)
     cores = _l2_cores(sizes / math.sqrt(root), rows, radius)
@@ -208,7 +215,9 @@ def l2_layer(layer: HeadMatrices, rows: VisibleRows, radius: float) -> Tensor:
 
 
 def _l2_cores(sizes: Tensor, rows: VisibleRows, radius: float) -> Tensor:
-    """Return L_h of :func:`l2_layer` for heads whose query matrices have norms ``sizes`` times k^(1/4)."""
+    """Bound the Lipschitz constant of the map from queries q_i = Q_h x_i to Σ_j P_ij q_j for each head of L2
+    attention. ``sizes`` are ‖Q_h‖/k^(1/4).
+    """
     phi = rows.phi
     if not math.isfinite(radius):
         everywhere: Tensor = l2_everywhere(rows.heaviest((1 + 2 * phi).square()), phi.max())
@@ -225,7 +234,9 @@ def _l2_cores(sizes: Tensor, rows: VisibleRows, radius: float) -> Tensor:
 def scaled_cosine_layer(
     layer: HeadMatrices, rows: VisibleRows, radius: float, *, temperature: float, gain: float, eps: float
 ) -> Tensor:
-    """Bound multi-head scaled cosine attention, ν softmax(τ q kᵀ) v of normalised vectors u/√(|u|² + ε)."""
+    """Bound the Lipschitz constant of multi-head scaled cosine attention, ν softmax(τ qkᵀ) v of vectors
+    normalised to u/√(|u|² + ε).
+    """
     tau, parts = abs(temperature), ("query", "key", "value")
     of_query, of_key, of_value = (norms(getattr(layer, part).flatten(0, 1)) for part in parts)
     rho_q, rho_k, rho_v = (layer.longest(part, radius, eps).max() for part in parts)
@@ -240,7 +251,9 @@ def scaled_cosine_layer(
 
 
 def sinkhorn_layer(layer: HeadMatrices, radius: float, *, scale: float) -> Tensor:
-    """Bound converged multi-head Sinkhorn attention on a ball, for every length; biases do not matter."""
+    """Bound the Lipschitz constant of converged multi-head Sinkhorn attention on a ball, for every length and
+    for any biases.
+    """
     a, o = Products.of(layer.key.mT, layer.query, scale), Products.of(layer.blocks, layer.value)
     values, ones = layer.sizes["value"], torch.ones(len(layer.value), dtype=torch.float64)
     linear = torch.minimum(layer.whole * norms(layer.value.flatten(0, 1)), layer.together(ones))
@@ -250,7 +263,9 @@ def sinkhorn_layer(layer: HeadMatrices, radius: float, *, scale: float) -> Tenso
 
 
 def lipschitz_norm_layer(layer: HeadMatrices, rows: VisibleRows) -> Tensor:
-    """Bound multi-head LipschitzNorm attention on the whole space; each head has its own normaliser."""
+    """Bound the Lipschitz constant of multi-head LipschitzNorm attention on the whole space. Each head
+    normalises its own scores.
+    """
     q, k, v = (part.flatten(0, 1) for part in (layer.query, layer.key, layer.value))
     kappa = rows.heaviest(_weights(rows, torch.ones((), dtype=torch.float64))).sqrt()
     if not rows.several:
@@ -262,7 +277,9 @@ def lipschitz_norm_layer(layer: HeadMatrices, rows: VisibleRows) -> Tensor:
 def sigmoid_layer(
     layer: HeadMatrices, rows: VisibleRows, radius: float, *, scale: float, shift: float
 ) -> Tensor:
-    """Bound multi-head sigmoid attention with weights σ(s⟨q_i, k_j⟩ + b), s = ``scale`` and b = ``shift``."""
+    """Bound the Lipschitz constant of multi-head sigmoid attention with weights σ(s⟨q_i, k_j⟩ + b), where s
+    is ``scale`` and b is ``shift``.
+    """
     zero = layer.query.new_zeros(layer.query.shape[:2])
     b_q, b_k = (zero if b is None else b for b in (layer.query_bias, layer.key_bias))
     a = Products.of(layer.key.mT, layer.query, scale)
@@ -297,12 +314,12 @@ def sigmoid_layer(
 
 
 def _weights(rows: VisibleRows, a: Tensor) -> Tensor:
-    """Return the largest weight of each row, whose scores lie in [−a, a]; the rows are the last axis."""
+    """Return the largest possible attention weight in each row (last axis) if its scores lie in [−a, a]."""
     return torch.ones_like(rows.counts * a) if rows.free else largest_weight(rows.counts, a).value
 
 
 def _spread(rows: VisibleRows, p: Tensor) -> Tensor:
-    """Return max_j Σ min(½, p_i) over the rows i that see j and other keys."""
+    """Return max_j Σ_i min(½, p_i), where i goes over the rows that see key j and at least one more key."""
     return rows.heaviest(torch.where(rows.counts > 1, p.clamp(max=0.5), 0.0))
 
 

@@ -151,7 +151,9 @@ def _checked(attention: object, X: object) -> tuple[SelfAttention, Float64[Tenso
 
 
 def _sizes(name: str, size: object, like: Float64[Tensor, "kv_heads n dim"]) -> Tensor | None:
-    """Return limits on the norms of errors (kv_heads, n), or on their entries (kv_heads, n, dim)."""
+    """Convert an argument to limits on the errors of keys or values: on their norms (kv_heads, n), or on
+    their entries (kv_heads, n, dim).
+    """
     if size is None:
         return None
     heads, n, dim = like.shape
@@ -295,8 +297,8 @@ def _largest_ratio(
     tau: Float64[Tensor, "rows keys"],
     lowest: Float64[Tensor, " rows"],
 ) -> Float64[Tensor, " rows"]:
-    """Bound the change of each attention output if each score changes by at most the entry of ``tau`` for its
-    query and key.
+    """Bound the change of each attention output if no attention score changes by more than its entry in
+    ``tau``.
 
     For each row the bound is max Σ_j P_j |e_j − 1| r_j / Σ_j P_j e_j over e^{−τ_j} ≤ e_j ≤ e^{τ_j}, with
     attention weights P_j and distances r_j. The maximum λ solves max_e Σ_j P_j (|e_j − 1| r_j − λ e_j) = 0,

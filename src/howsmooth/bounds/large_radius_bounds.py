@@ -79,8 +79,8 @@ def _ends(found: LargeRadius) -> tuple[Log, Log]:
 
 
 def large_radius(p: Problem, masked: bool) -> LargeRadius:
-    """Compare the Jacobian of one head at tokens R·X with its limit as R → ∞. Its query bias is
-    ignored; ``masked`` says whether row i sees only the tokens j <= i.
+    """Compare the Jacobian of one head without query bias at tokens R·X with its limit as R → ∞. ``masked``
+    says whether row i sees only the tokens j <= i.
     """
     x, head, n, R = p.tokens, p.head, len(p.tokens), Log.of(p.factor)
     keys, queries = known_to(x) @ known_to(head.left), known_to(x) @ known_to(head.right).mT

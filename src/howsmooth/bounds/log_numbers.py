@@ -1,4 +1,4 @@
-"""Numbers >= 0 stored as logarithms: values may overflow, and lengths may have hundreds of digits."""
+"""Numbers >= 0 stored as logarithms, which may lie far outside the range of floats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Log", "Number", "maximum", "minimum"]
 
 
 class Log:
-    """A number >= 0, or a tensor of them, given by natural logarithms in float64.
+    """A number >= 0, or a tensor of such numbers, stored as natural logarithms in float64.
 
     Its sums, products, quotients and powers are those of the numbers, so that a formula reads as it is
     written, and are differentiable. Zero times infinity is zero: a factor that overflows does not matter
@@ -24,7 +24,7 @@ class Log:
 
     @classmethod
     def of(cls, number: Number) -> Log:
-        """Return a number, an integer of any size among them, or a tensor of numbers as its logarithm."""
+        """Convert a number or a tensor of numbers to its logarithm. Integers may have any size."""
         if isinstance(number, Log):
             return number
         if isinstance(number, Tensor):
@@ -69,12 +69,12 @@ Number = Log | Tensor | float
 
 
 def minimum(*numbers: Number) -> Log:
-    """Return the smallest number, entry by entry of tensors."""
+    """Return the smallest of several numbers, or the smallest in each entry of several tensors."""
     return _chosen(torch.minimum, numbers)
 
 
 def maximum(*numbers: Number) -> Log:
-    """Return the largest number, entry by entry of tensors."""
+    """Return the largest of several numbers, or the largest in each entry of several tensors."""
     return _chosen(torch.maximum, numbers)
 
 

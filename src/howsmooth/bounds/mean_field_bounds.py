@@ -50,14 +50,14 @@ _NEEDS_OF_PAPER = (VALUES_ARE_TOKENS, *_NEEDS)
 
 @dataclass(frozen=True, eq=False)
 class TwoAtoms(Problem):
-    """A problem in which the caller places the atoms, by the arguments of ``two_dirac``."""
+    """A problem for :func:`two_dirac`, with the caller's choice of the masses and positions of two atoms."""
 
     weight: float | None = None
     choice: str = "paper"
 
 
 def measures(attention: object, radius: object) -> Problem:
-    """Prepare a statement about measures on a ball.
+    """Return the problem of bounding the W_2-Lipschitz constant of attention for measures on a ball.
 
     Other Parameters
     ----------------
@@ -76,7 +76,7 @@ def measures(attention: object, radius: object) -> Problem:
 def placed_atoms(
     attention: object, radius: object, *, weight: object = None, cluster: object = "paper"
 ) -> Problem:
-    """Prepare a statement about a measure with two given atoms.
+    """Return the problem of bounding the Lipschitz constant of attention at a measure with two given atoms.
 
     Other Parameters
     ----------------
@@ -140,8 +140,8 @@ def weighted_two_atom_lower_bound(p: Problem) -> Log:
 
 @statement(placed_atoms, side="lower", quantity=Quantity.MEAN_FIELD, source=_PAGE, masks="none", needs=_NEEDS)
 def two_dirac(p: Problem) -> Log:
-    """Bound the W_2-Lipschitz constant of attention from below by its local Lipschitz constant at a measure
-    with two atoms, the one of Proposition 3.6 of the paper.
+    """Bound the W_2-Lipschitz constant of attention from below by its local Lipschitz constant at the measure
+    with two atoms of Proposition 3.6 of the paper.
 
     The local constant along the eigenvector u is max(‖M‖, |γ|v_1, |γ|v_2) · |Vu| with M_ij = √(a_i/a_j) [P_ij
     (1 + γ s_i (s_j − m_i)) + δ_ij γ v_i]. Here s_i u are the positions of the atoms, a_i their weights,
@@ -188,8 +188,8 @@ class _Case:
 
 
 def _log_two_dirac(case: _Case, log_a: np.ndarray) -> float:
-    """Return the log of the lower bound of :func:`two_dirac` without its factor |Vu|, the norm of the value
-    matrix times the eigenvector u, for atoms with the weights a.
+    """Return the log of the lower bound of :func:`two_dirac` without the factor |Vu|. ``log_a`` are the logs
+    of the masses of the two atoms.
     """
     s, gap = np.array([1.0, case.ratio]), 1 - case.ratio
     # Log odds of the second against the first atom in each row of P.

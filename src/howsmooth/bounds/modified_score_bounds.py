@@ -1,5 +1,5 @@
-"""An upper bound on a ball for softmax attention whose scores have rotary positions, norms, biases, caps or
-sinks.
+"""An upper bound on the Lipschitz constant on a ball, for softmax attention with rotary positions, normalised
+queries or keys, score biases, caps or sinks.
 
 The norms are those of queries and keys, the biases are added to the scores, and every mask is allowed. Proof:
 documentation page "Bounds for the scores of today's models".
@@ -35,7 +35,7 @@ _MOST_TOKENS = 2**20
 
 
 def on_ball_with_scores(attention: object, length: object, radius: object) -> Problem:
-    """Prepare a statement about attention with any scores.
+    """Return the problem of bounding attention with any scores for n tokens in a ball.
 
     Other Parameters
     ----------------
@@ -106,7 +106,7 @@ def _seen(f: SelfAttention, n: int) -> Visibility:
 
 
 def _group(f: SelfAttention, h: int) -> int:
-    """Return the key and value head of query head ``h``."""
+    """Return the index of the key and value head that query head ``h`` uses."""
     return h // (f.heads // f.kv_heads)
 
 
@@ -154,7 +154,7 @@ def _sizes_of_heads(p: Problem) -> list[_Sizes]:
 
 
 def _is_relative(f: SelfAttention) -> bool:
-    """Return whether the attention stays the same if one number is added to all scores of a query. A soft cap
+    """Return whether attention is unchanged if the same number is added to all scores of a query. A soft cap
     or a sink prevents this.
     """
     return f.softcap is None and f.sinks is None
@@ -165,8 +165,8 @@ _ScoreSizes = tuple[Log, Log, Log, Log]
 
 
 def _of_bilinear_scores(f: SelfAttention, h: int, n: int, R: Log) -> list[_ScoreSizes]:
-    """Bound the scores of a head without norms of queries and keys. The list is empty if there are too many
-    tokens for rotary positions.
+    """Bound the scores of a head whose queries and keys are not normalised. Return an empty list for rotary
+    positions of too many tokens.
     """
     group = _group(f, h)
     biases = (None if b is None else b[i] for b, i in ((f.query_bias, h), (f.key_bias, group)))
@@ -211,7 +211,7 @@ def _projected(
     h: int,
     R: Log,
 ) -> tuple[Log, Log]:
-    """Bound the queries or the keys of one head, and their derivative."""
+    """Bound the norms of the queries or keys of one head, and of their derivatives with respect to tokens."""
     bias = weight.new_zeros(weight.shape[:2]) if bias is None else bias
     width = weight.shape[1]
     W, b, mine = weight[h], bias[h, :, None], slice(0, width)

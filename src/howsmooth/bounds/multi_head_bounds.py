@@ -91,7 +91,7 @@ def folded_gram_upper_bound(p: Problem) -> Log:
 def quadratic_form(
     bounds: Sequence[Log], maps: Sequence[Tensor], values: Sequence[Tensor] | None = None
 ) -> Log:
-    """Return (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2} with O_h = W_h V_h, which bounds Σ_h O_h f_h if c_h bounds
+    """Return (Σ_{h,g} ‖O_hᵀ O_g‖ c_h c_g)^{1/2} with O_h = W_h V_h. It bounds Σ_h O_h f_h if each c_h bounds
     f_h. Without ``values`` each V_h is the identity.
     """
     if values is None:
@@ -128,7 +128,7 @@ def gram_norms(
 
 
 def _heads(p: Problem) -> list[Log]:
-    """Return an upper bound L_h for each head without its output map."""
+    """Return an upper bound L_h on each head h without its output map."""
     found = []
     for head in p.parameters.heads:
         identity = torch.eye(head.V.shape[0], dtype=torch.float64)

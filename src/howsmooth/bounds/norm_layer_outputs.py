@@ -76,7 +76,7 @@ def _radius(centre: Tensor, axes: Tensor) -> float:
 
 
 def checked_norm(norm: object) -> LayerNorm | RMSNorm:
-    """Return a norm layer, or that of a captured site. ArgumentError is raised for all else."""
+    """Return a given norm layer, or the norm layer of a captured site. Raise ArgumentError for all else."""
     found = norm if isinstance(norm, LayerNorm | RMSNorm) else opened(norm)[2]
     if isinstance(found, LayerNorm | RMSNorm):
         return found

@@ -39,7 +39,7 @@ N = TypeVar("N", Tensor, Log)
 
 
 class L2(NamedTuple):
-    """Q_h, V_h and the key dimension k, ‖W_O‖, N, and Φ with Φ e^{Φ+1} = N − 1, of L2 attention."""
+    """The inputs of the bounds on L2 attention: Q_h and V_h, k, ‖W_O‖, N, and Φ with Φ e^{Φ+1} = N − 1."""
 
     heads: list[tuple[Tensor, Tensor]]
     k: int
@@ -49,7 +49,7 @@ class L2(NamedTuple):
 
 
 def of_l2(query: object, value: object, output: object, length: object) -> L2:
-    """Prepare a statement about L2 attention.
+    """Check the matrices of L2 attention, and return the inputs of its bounds.
 
     Parameters
     ----------
@@ -100,7 +100,9 @@ def l2_attention_upper_bound(p: L2) -> Log:
 
 
 def l2_everywhere(rows: N, phi: N) -> N:
-    """Return a head's bound for Q = V Qᵀ/√k = I, given max_j Σ_{i sees j} (1 + 2Φ_i)² and max_i Φ_i."""
+    """Bound the Lipschitz constant of an L2 head with Q = V Qᵀ/√k = I. Each query i has a number Φ_i, which
+    depends on how many keys it sees; ``rows`` is max_j Σ_{i sees j} (1 + 2Φ_i)², and ``phi`` is max_i Φ_i.
+    """
     return rows**0.5 + 2 * phi
 
 
@@ -108,7 +110,7 @@ def l2_everywhere(rows: N, phi: N) -> N:
 
 
 class Cosine(NamedTuple):
-    """|τ|‖W_Q‖, |τ|‖W_K‖, ‖W_V‖, N, |τ| and |ν|/√ε of scaled cosine attention."""
+    """The inputs of the bounds on scaled cosine attention: |τ|‖W_Q‖, |τ|‖W_K‖, ‖W_V‖, N, |τ| and |ν|/√ε."""
 
     query: Log
     key: Log
@@ -128,7 +130,7 @@ def of_cosine(
     gain: object = 1.0,
     eps: object,
 ) -> Cosine:
-    """Prepare a statement about scaled cosine attention.
+    """Check the parameters of scaled cosine attention, and return the inputs of its bounds.
 
     Parameters
     ----------
@@ -187,8 +189,11 @@ def scaled_cosine_upper_bound(p: Cosine) -> Log:
 
 
 def cosine_everywhere(squares: N, spread: N, value: N, query: N, key: N) -> N:
-    """Return the bound on scaled cosine attention for ε = ν = 1, given max_j Σ_{i sees j} p_i, the same sum
-    of min(½, p_i), ‖W_V‖, and τ‖W_Q‖ and τ‖W_K‖ times the sizes of what they are multiplied with.
+    """Bound the Lipschitz constant of scaled cosine attention with ε = ν = 1.
+
+    With the largest attention weight p_i of query i, ``squares`` is max_j Σ_{i sees j} p_i, and ``spread``
+    the same sum of min(½, p_i). ``value`` is ‖W_V‖; ``query`` and ``key`` are τ‖W_Q‖ and τ‖W_K‖ times the
+    sizes of their factors.
     """
     return squares**0.5 * value + query + spread**0.5 * key
 
@@ -215,7 +220,7 @@ BY_KEY = 1 + math.sqrt(0.5)
 
 
 def of_counts(queries: object, keys: object) -> tuple[int, int]:
-    """Prepare a statement about LipschitzNorm attention.
+    """Check the numbers of queries and keys of LipschitzNorm attention, and return them.
 
     Parameters
     ----------
@@ -258,7 +263,9 @@ def lipschitz_norm_upper_bound(counts: tuple[int, int]) -> Log:
 
 
 def lipschitz_norm_jointly(kappa: Log) -> Log:
-    """Return the bound on a head in (Q, K, V) jointly, given κ."""
+    """Bound the Lipschitz constant of LipschitzNorm attention as a map of Q, K and V together, given a bound
+    κ on the norm ‖P‖ of the attention weights.
+    """
     return maximum((kappa + 1) ** 2 + 4.5, kappa**2 + (4 + BY_KEY**2)) ** 0.5
 
 
@@ -266,7 +273,7 @@ def lipschitz_norm_jointly(kappa: Log) -> Log:
 
 
 def of_softmax(inverse_temperature: object) -> float:
-    """Prepare a statement about the softmax.
+    """Check the inverse temperature λ of a softmax, and return |λ|.
 
     Parameters
     ----------

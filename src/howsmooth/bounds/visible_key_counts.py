@@ -46,11 +46,13 @@ class VisibleRows:
 
     @property
     def several(self) -> bool:
-        """Whether a query sees several keys."""
+        """Whether some query sees more than one key."""
         return bool((self.counts > 1).any())
 
     def heaviest(self, rows: Tensor) -> Tensor:
-        """Return max_j Σ_i r_i over the queries i that see key j, for numbers r_i >= 0 (..., kinds)."""
+        """Return the largest sum of numbers r_i >= 0 over the queries i that see the same key. ``rows`` (...,
+        kinds) has one r_i for all queries that see equally many keys.
+        """
         if self.kind == "causal":  # every row sees the first token
             return rows.sum(dim=-1)
         if self.seen is None:
@@ -64,7 +66,7 @@ class VisibleRows:
 
     @property
     def norm(self) -> Tensor:
-        """An upper bound on the spectral norm of the mask as a matrix of zeros and ones (visible keys).
+        """An upper bound on the spectral norm of the mask as a matrix that is 1 for visible keys, else 0.
 
         For n tokens it is n without a mask, and 1/(2 sin(π/(4n + 2))) for the causal mask.
         """

@@ -30,9 +30,7 @@ _PAIR_STEPS = 150
 
 @dataclass(frozen=True, eq=False)
 class HeavyTokens:
-    """A sequence of heavy tokens, which get most of the attention and come first, once each, and of many
-    copies of one light token.
-    """
+    """A sequence of some heavy tokens, which get most of the attention, and many copies of a light token."""
 
     heavies: Float64[Tensor, "c d"]
     light: Float64[Tensor, " d"]
@@ -43,16 +41,14 @@ class HeavyTokens:
 
 
 def score_vectors(head: Head, x: Float64[Tensor, "*n d"]) -> Float64[Tensor, "*n d"]:
-    """Return for each token x_i the vector A x_i + b, whose inner products with the tokens are the scores of
-    x_i.
-    """
+    """Return the vector A x_i + b of each token x_i. Its inner products with the tokens are the scores."""
     y: Tensor = (x @ head.right.mT) @ head.left.mT + head.b
     return y
 
 
 def light_rows(n: int, heavies: int, *, causal: bool, grouped: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the logs of the numbers of light tokens that the light tokens see, and those of the numbers of
-    light tokens that share each entry.
+    """Return the logs of two numbers for each kind of light token, which gets little attention: how many
+    light tokens it sees, and how many light tokens are of this kind.
 
     Without a mask all see all of them, with a causal one 1, 2, … of them. Many rows of nearly equal numbers
     may be ``grouped``.
@@ -69,11 +65,11 @@ def light_rows(n: int, heavies: int, *, causal: bool, grouped: bool = False) -> 
 
 
 def two_cluster_line(head: Head, choice: str = "paper") -> tuple[float, Tensor, float] | None:
-    """Return a real eigenvalue of the matrix A of the scores, its unit eigenvector u, and the position of the
-    light token of Proposition 3.4 if the heavy one is at u.
+    """Return a real eigenvalue of the score matrix A, its unit eigenvector u, and a number s: the light token
+    of Proposition 3.4 is su if the heavy token is u.
 
-    It is 1/2 for γ_max, the choice "max", and −1 for γ_min, the choice "min". The choice "paper" compares
-    γ_max/8 with −γ_min and takes the larger. The result is None if A has no real eigenvalue.
+    The number s is 1/2 for γ_max, the choice "max", and −1 for γ_min, the choice "min". The choice "paper"
+    compares γ_max/8 with −γ_min and takes the larger. The result is None if A has no real eigenvalue.
     """
     pairs = head.real_eigenpairs
     if not pairs:
@@ -85,8 +81,7 @@ def two_cluster_line(head: Head, choice: str = "paper") -> tuple[float, Tensor, 
 
 
 def two_cluster_points(head: Head, radius: float, choice: str = "paper") -> HeavyTokens | None:
-    """Return the two tokens of Proposition 3.4: Ru and Ru/2, or Ru and −Ru, on the line of
-    :func:`two_cluster_line`.
+    """Return the two tokens of Proposition 3.4: Ru and Ru/2, or Ru and −Ru, for a unit eigenvector u of A.
 
     With a query bias, u and −u differ, and the one that gives the heavy token more weight is used.
     """
@@ -134,7 +129,7 @@ def log_tie(
     log_rows: Float64[Tensor, "rows *ones"],
 ) -> tuple[Float64[Tensor, "*batch"], Float64[Tensor, "rows *batch"]]:
     """Return the log of a lower bound on ‖D_X f‖ at two heavy tokens of equal scores, and the logs of the
-    weights p that the rows of light tokens give to each.
+    attention weights p of light tokens on each heavy token.
 
     With y = A w + b for the light token w and half the difference h of the heavy tokens, orthogonal to y, it
     is √(2 Σ_rows p²) |y| |V h|. ``log_m`` and ``log_rows`` are those of :func:`light_rows`.

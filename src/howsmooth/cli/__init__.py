@@ -58,7 +58,7 @@ app = typer.Typer(
 
 
 def _told(flag: str, help: str, words: str) -> Any:
-    """Return an option that prints some words, in which VERSION is that of howsmooth, and exits."""
+    """Return an option that prints ``words``, in which VERSION stands for howsmooth's version, and exits."""
 
     def tell(wanted: bool) -> None:
         if wanted:
@@ -77,7 +77,7 @@ def _root(
 
 
 class _Command(typer.core.TyperCommand):
-    """A command whose help names no types of Python for arguments and flags."""
+    """A command whose help does not show the Python types of arguments and flags."""
 
     def get_params(self, ctx: Any) -> Any:
         params = super().get_params(ctx)

@@ -41,7 +41,7 @@ _EXAMPLES = (
 
 @options
 class BoundShown(Shown):
-    """The options that choose how the command shows its progress and its result, and where it writes it."""
+    """The options for showing progress and the result, and for writing the result."""
 
     out: Annotated[
         Folder | None,
@@ -154,7 +154,7 @@ def _limit(row: dict[str, Any]) -> str:
 def _show_bounds(
     rows: pd.DataFrame, constant: float | None, sources: list[str], than: str = "measured"
 ) -> None:
-    """Print a table of bounds, divided by a constant, and append its sources to the list."""
+    """Print a table of bounds and their ratios to a constant, and add their sources to ``sources``."""
     from howsmooth.study.records import plain_rows
 
     table = []

@@ -1,4 +1,4 @@
-"""Tell what is named and not there before PyTorch and transformers are imported, which takes seconds."""
+"""Check that what the options name exists, before PyTorch and transformers are imported, which is slow."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _DRIVERS = ("libcuda.so.1", "nvcuda.dll")  # of NVIDIA, which every CUDA device 
 
 
 def check_at_once(given: Any, *, keep_going: bool = False, writes: bool = True) -> None:
-    """Raise an error if an input, a folder or a device that options name is not there, or a layer, head or
-    position that is asked for; of the output folder only with ``writes``. With ``keep_going``, some models
-    may be wrong, but not all.
+    """Raise an error if the options name something that does not exist: an input, a folder, a device, a
+    layer, a head or a position. Check the output folder only with ``writes``. With ``keep_going``, raise an
+    error about a model only if all models are wrong.
     """
     if hasattr(given, "device"):
         _check_device(given.device)

@@ -52,7 +52,7 @@ _EXAMPLES = (
 
 @options
 class MeasureShown(Shown):
-    """The options that choose how the command shows its progress and its result."""
+    """The options for showing progress and the result."""
 
     quiet: Quiet = False
     figures: Annotated[

@@ -1,4 +1,4 @@
-"""What commands share that examine one model on one input: their options, and how they load and print."""
+"""What all commands that examine one model on one input share: their options, loading and printing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class OneInputPlan(InputPlan):
         return tuple(chosen.resolve(loaded.layers, self.source, "layers"))
 
     def words(self) -> texts.Text:
-        """Return the text, with its special tokens if they are asked for."""
+        """Return the chosen text, to be read with special tokens if the user asked for them."""
         found = texts.load_text(self.text or DEFAULT_TEXT)
         return replace(found, special_tokens=getattr(self, "special_tokens", False))
 
@@ -99,7 +99,7 @@ class OneInputPlan(InputPlan):
         return self.words()
 
     def find(self, loaded: Any, inputs: Any, display: Listener) -> Result:
-        """Compute the result; ``display`` is told the numbers of layers or tokens done, and of all."""
+        """Compute the result of the command, and report finished layers or tokens to ``display``."""
         raise NotImplementedError
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:

@@ -98,7 +98,7 @@ class PrecisionPlan(OneInputPlan):
         )
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return the bits of each head's keys and values for the ``average``, if there is one."""
+        """Return the bits of each head's keys and values if the user asked for an ``average`` of bits."""
         from howsmooth.study.records import plain_rows
 
         if self.average is None:

@@ -46,14 +46,14 @@ _NO_PAGE = "There is no page yet, since a figure is drawn once all its measureme
 
 @options
 class ReproduceExecution(Execution):
-    """The options for carrying out figures."""
+    """The options for carrying out the work on figures: output folder, workers and threads."""
 
     out: Out = Path("howsmooth-reproduced")
 
 
 @options
 class ReproduceShown(Shown):
-    """The options that choose figures, and how the command shows its progress and its result."""
+    """The options that choose figures, and those for showing progress and the result."""
 
     figures: Annotated[
         Words,

@@ -25,7 +25,7 @@ _NARROWEST = 16  # characters of a wrapped column
 
 
 def as_json(**described: Any) -> str:
-    """Return a JSON object with the version of howsmooth; NaN and infinite numbers become null."""
+    """Return a JSON object of the given values and howsmooth's version; NaN and infinity become null."""
     written = {"howsmooth": version("howsmooth"), **described}
     return json.dumps(_plain(written), indent=2, allow_nan=False)
 
@@ -42,7 +42,7 @@ def _plain(value: Any) -> Any:
 
 
 def console() -> Console:
-    """Return a rich console, which breaks lines at the width of a terminal or of COLUMNS, and in no file."""
+    """Return a rich console. It breaks lines at the width of the terminal or of COLUMNS, but not in files."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNLIMITED)
 
 

@@ -1,4 +1,4 @@
-"""Turn functions of dataclasses of options into typer commands, with an option or argument for each field."""
+"""Turn functions into typer commands, with an option for each field of the dataclasses that they take."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _KINDS = {bool: None, int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
 @options
 class Shown:
-    """The options that choose how a command shows its progress and its result."""
+    """The options for showing progress and the result."""
 
     PANEL: ClassVar[str] = OUTPUT.panel
 
@@ -55,7 +55,7 @@ Quiet = Annotated[bool, Told(short="-q"), "Show no progress and no result, which
 
 
 def command(*examples: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Return a decorator that turns a function of dataclasses of options into a typer command.
+    """Return a decorator that turns a function, which takes dataclasses of options, into a typer command.
 
     The command has an option or an argument for each field, and ``examples``, paragraphs below the help. If
     one of the fields is named ``plan_file`` and the user gives it, the parameters ``plan`` and ``execution``
@@ -110,7 +110,7 @@ def _flag(field: str, option: Told) -> str:
 
 
 def _parameters(plan: Any) -> Iterator[inspect.Parameter]:
-    """Yield a typer parameter for each option, of which the default is None: the help has the dataclass's."""
+    """Yield a typer parameter for each option. Its default is None; the help states the option's default."""
     for name, option in options_of(plan).items():
         field = plan.__pydantic_fields__[name]
         members = _members(field.annotation)
@@ -152,13 +152,13 @@ def _above(paragraph: str) -> str:
 
 
 def as_typed() -> str:
-    """Return the ``howsmooth`` command that the user typed, as it is found where the user typed it."""
+    """Return the ``howsmooth`` command line that the user typed, so that it can be run again."""
     return encodable(f"{os.environ.get('HOWSMOOTH_COMMAND', 'howsmooth')} {shlex.join(TYPED.get())}")
 
 
 @contextmanager
 def means_of(execution: Execution, display: Listener, *, keep_going: bool = False) -> Iterator[Means]:
-    """Yield the means of carrying out tasks on the workers that are asked for; stop these at the end."""
+    """Start the workers that the user asked for, yield the means of using them, and stop them at the end."""
     from howsmooth.study.executors import opened_executor, threads_each
     from howsmooth.study.runner import Means
 
@@ -171,7 +171,7 @@ def means_of(execution: Execution, display: Listener, *, keep_going: bool = Fals
 
 @contextmanager
 def resumable(kept: Callable[[], str]) -> Iterator[None]:
-    """On Ctrl-C, print what is saved, ``kept()``, unless it is empty, and how to continue; exit with 130."""
+    """If Ctrl-C ends the block, print what is saved (``kept()``) and how to continue, and exit with 130."""
     try:
         yield
     except KeyboardInterrupt:

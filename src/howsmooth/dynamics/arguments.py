@@ -59,9 +59,7 @@ def check_plan(
     atol: object,
     max_steps: object,
 ) -> Integration:
-    """Check the integration method of a flow and its step or tolerances, and return them as a
-    :class:`Plan`.
-    """
+    """Check the integration method of a flow and its step or tolerances. Return them as a :class:`Plan`."""
     if not isinstance(method, str) or method not in ADAPTIVE + FIXED:
         raise ArgumentError("method", expected=f"one of {', '.join(ADAPTIVE + FIXED)}", got=repr(method))
     if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:

@@ -177,7 +177,7 @@ def finite_context_bound(attention: object, radius: float, time: float, atoms: i
 
 
 def _up(number: float) -> float:
-    """Round a number >= 0 up, so that one that has underflowed does not become zero."""
+    """Round a number >= 0 up. The result is positive even if the number has underflowed to zero."""
     return math.nextafter(above(number, _ROUNDINGS), math.inf)
 
 

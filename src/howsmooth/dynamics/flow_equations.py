@@ -70,9 +70,7 @@ class System(abc.ABC):
         return y
 
     def finite(self, y: Tensor) -> bool:
-        """Return True if all numbers of the tokens, measure or Gaussian that the tensor ``y`` represents are
-        finite.
-        """
+        """Return True if all numbers of the state that the tensor ``y`` represents are finite."""
         return bool(torch.isfinite(y).all())
 
     @abc.abstractmethod
@@ -229,9 +227,7 @@ class Moments(System):
 
 
 def system_of(field: Field, start: object) -> System:
-    """Return the differential equation for a flow that starts at given tokens, a discrete measure or a
-    Gaussian.
-    """
+    """Return the differential equation of a flow that starts at tokens, a discrete measure or a Gaussian."""
     match start:
         case Tensor():
             return Tokens(field, start)

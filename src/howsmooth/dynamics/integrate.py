@@ -55,17 +55,13 @@ class Integration:
         return self.method in ADAPTIVE
 
     def refined(self) -> Integration:
-        """Return the settings of a more accurate integration: half the step size, or a tenth of the
-        tolerances.
-        """
+        """Return more accurate settings: half the step size, or a tenth of the tolerances."""
         if self.step is not None:
             return replace(self, step=self.step / 2, max_steps=2 * self.max_steps)
         return replace(self, rtol=self.rtol / 10, atol=self.atol / 10, max_steps=4 * self.max_steps)
 
     def steps(self, length: float) -> int:
-        """Return the number of equal steps that a method of fixed step size takes for a time interval of
-        length ``length``.
-        """
+        """Return the number of equal steps of a fixed step size in a time interval of the given length."""
         assert self.step is not None
         # A length that is a multiple of the step up to rounding must not take one step more.
         return max(1, math.ceil(length / self.step - 1e-6))
@@ -151,9 +147,7 @@ class _CheckedVelocity:
         return _EndedError("blew up", f"the numbers left the range of {_name(self.state)}", lower, upper)
 
     def exhausted(self) -> _EndedError:
-        """Return the exception that ends an integration because its adaptive steps have become too small for
-        floating point.
-        """
+        """Return the exception that ends an integration because its steps have become too small."""
         lower = self.time
         upper = lower + max(self.tried or 0.0, 4 * math.ulp(lower))
         # A state that is huge, or that grows faster than the time resolution allows, blows up. A bounded
@@ -175,9 +169,7 @@ class _CheckedVelocity:
 
 
 def integrate(system: System, start: Tensor, times: list[float], plan: Integration) -> FlowStates:
-    """Integrate a flow from the first time to the last, or until it blows up, and return the state at each
-    time.
-    """
+    """Integrate a flow to the last time, or until it blows up, and return the state at each time."""
     run = FlowStates([start], drift=system.drift(start))
     span, initial = times[-1] - times[0], _size(start)
     y = start

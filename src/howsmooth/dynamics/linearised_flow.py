@@ -129,9 +129,7 @@ class LinearisedFlow:
         return x
 
     def stages(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobians of the velocity at all points at which Runge–Kutta step ``i`` evaluates the
-        velocity.
-        """
+        """Return the Jacobians of the velocity at all points where Runge–Kutta step ``i`` evaluates it."""
         if i in self._kept:
             return self._kept[i]
         step, field = self.steps[i], self.system.field

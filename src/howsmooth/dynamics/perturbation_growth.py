@@ -119,7 +119,7 @@ class Growth(Result):
 
     @property
     def table(self) -> pd.DataFrame:
-        """The growth with its interval and bounds, a row for each time.
+        """A table of the growth factors with their intervals and bounds, one row for each time.
 
         Its columns are ``time``, ``value``, ``lower``, ``upper``, ``converged``, ``iterations``, ``product``
         and ``exponential``.
@@ -145,9 +145,7 @@ class Growth(Result):
 
     @property
     def remedy(self) -> str:
-        """Advice on what to do if the interval at some time is too wide, or an empty string if no interval is
-        too wide.
-        """
+        """Advice on what to do if some interval is too wide, or an empty string if none is."""
         missed = int((~self.converged).sum())
         if not missed:
             return ""
@@ -375,9 +373,7 @@ def _values(found: Sequence[LeadingTriplet], name: str, first: float | None = No
 
 
 def _start_vector(operator: LinearOperator, seed: int, index: int) -> Tensor:
-    """Draw the Gaussian start vector of a solver from a random stream that depends on ``seed`` and ``index``
-    only.
-    """
+    """Draw the Gaussian start vector of a solver, which depends on ``seed`` and ``index`` only."""
     state = int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0])
     # manual_seed takes signed 64-bit numbers.
     generator = torch.Generator().manual_seed(state - 2**64 * (state >= 2**63))
@@ -389,9 +385,7 @@ def _start_vector(operator: LinearOperator, seed: int, index: int) -> Tensor:
 
 
 def _in_double(field: Field, start: object) -> Tokens:
-    """Check that the start of a flow has the shape that its velocity field expects, and convert both to
-    float64.
-    """
+    """Check that the start of a flow has the shape that the field expects, and convert both to float64."""
     system = system_of(field, start)
     if not isinstance(system, Tokens) or system.start.ndim != 2:
         got = f"shape {tuple(start.shape)}" if isinstance(start, Tensor) else type(start).__name__

@@ -33,16 +33,12 @@ class Field(abc.ABC):
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """The times, in increasing order, at which the velocity field jumps and integrators begin a
-        new step.
-        """
+        """The times, in increasing order, at which the velocity field jumps."""
         return ()
 
     @property
     def until(self) -> float:
-        """The time up to which the velocity field is defined, counted from 0; infinite if there is no such
-        limit.
-        """
+        """The time up to which the velocity field is defined; infinite if there is no such limit."""
         return math.inf
 
     @abc.abstractmethod
@@ -197,9 +193,7 @@ class Layers(Field):
         return lambda t, x: f._forward(x, weighting)
 
     def describe(self) -> str:
-        """Return a phrase that gives the number of layers, their total time and a description of the first
-        layer.
-        """
+        """Return a phrase with the number of layers, their total time and a description of the first."""
         return f"{len(self.maps)} layers in time {self.total_time:g}, the first {self.maps[0].describe()}"
 
 
@@ -240,9 +234,7 @@ class Sphere(Field):
         return self.field.until
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless the velocity field accepts the tokens ``x`` and all tokens lie on the
-        sphere.
-        """
+        """Raise ArgumentError unless the velocity field accepts tokens ``x`` and all lie on the sphere."""
         self.field.check(x)
         off = self.drift(x)
         if not off <= _ON_SPHERE:
@@ -255,9 +247,7 @@ class Sphere(Field):
             )
 
     def layer(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the unprojected velocity for residual layers, because the tokens are projected after each
-        layer.
-        """
+        """Return the unprojected velocity, because residual layers project the tokens after each step."""
         return self.field.velocity(begin, end, weighting)
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
@@ -279,9 +269,7 @@ class Sphere(Field):
         return x * scale
 
     def drift(self, x: Tensor) -> float:
-        """Return the largest relative distance of a token from the sphere, max_i ||x_i| − radius| /
-        radius.
-        """
+        """Return the largest relative distance of a token to the sphere, max_i ||x_i| − radius| / radius."""
         norms = torch.linalg.vector_norm(x.detach(), dim=-1)
         return float((norms / self.radius - 1).abs().max())
 
@@ -351,9 +339,7 @@ def positive(name: str, value: object) -> float:
 
 
 def _square(f: object, name: str) -> TokenMap:
-    """Return the map after checking that its outputs have the dimension of its inputs, so that they can be
-    velocities.
-    """
+    """Return the map after checking that its outputs have the dimension of its inputs, as velocities do."""
     if not isinstance(f, TokenMap):
         raise ArgumentError(name, expected="a map of this library", got=type(f).__name__)
     if f.d_out != f.d:

@@ -172,7 +172,7 @@ def _autocast(first: object, *others: object) -> tuple[object, ...]:
 
 
 def _tensor(name: str, t: object, *, like: Tensor | None = None, boolean: bool = False) -> Tensor:
-    """Return ``t`` after checking that it is a tensor with the dtype (``boolean``: or bool) of ``like``."""
+    """Return ``t`` after checking that it is a tensor of the dtype of ``like`` (or bool, if ``boolean``)."""
     if not isinstance(t, Tensor):
         raise ArgumentError(name, expected="a torch.Tensor", got=type(t).__name__)
     if like is None and t.dtype not in _DTYPES:

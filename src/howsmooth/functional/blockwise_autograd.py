@@ -1,4 +1,4 @@
-"""Autograd functions that are sums over blocks of query rows, with derivatives of every order.
+"""Autograd functions whose results are sums over blocks of query rows, with derivatives of every order.
 
 Such a function reads and returns tensors with a row for each query, for each key, or with an entry for each
 score. A block contributes a summand to each result. Its derivatives are functions of the same kind: the
@@ -41,7 +41,7 @@ _FEWEST_ROWS = 32
 
 @dataclass(frozen=True)
 class ScoreBlock:
-    """A rectangular block of the scores (lead, kv_heads, group, m, n), with the whole axis ``group``."""
+    """A rectangular block of the scores (lead, kv_heads, group, m, n). The axis ``group`` is never cut."""
 
     lead: slice
     heads: slice
@@ -64,7 +64,7 @@ class ScoreBlock:
         return torch.nn.functional.pad(t, [size for pair in reversed(around) for size in pair])
 
     def _place(self, shape: Shape, part: Part) -> tuple[slice, ...]:
-        """Return slices of the last five axes, of which one of length 1 is taken whole."""
+        """Return this block's slices of the last five axes of a tensor. Axes of length 1 are kept whole."""
         every = slice(None)
         by_part = {
             "queries": (self.rows, every),
@@ -97,7 +97,7 @@ class Grid:
     visible: Visibility
 
     def blocks(self, times: int, device: torch.device) -> Iterator[ScoreBlock]:
-        """Yield the blocks in which some key is seen.
+        """Yield the blocks in which at least one query sees a key.
 
         ``times`` is the product of the lengths of the axes that vmap has added, whose indices a block is
         computed for at once.
@@ -168,11 +168,11 @@ class BlockMap:
     kept: int = 0
 
     def targets(self, block: ScoreBlock, extra: Shape = ()) -> tuple[Shape, ...]:
-        """Return the shapes of the summands of one block, with the axes ``extra`` in front."""
+        """Return the shapes of one block's contributions to the results, with the axes ``extra`` in front."""
         return tuple((*extra, *self.extra, *block.cut_shape(shape, part)) for part, shape in self.outputs)
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Compute the results, and what a kernel keeps after them, without recording them for autograd."""
+        """Compute the results, and after them what a kernel keeps. Nothing is recorded for autograd."""
         device = tensors[0].device
         dtype = next(t.dtype for t in tensors if t.is_floating_point())
         wide = torch.promote_types(dtype, torch.float32)
@@ -204,7 +204,9 @@ class BlockMap:
         return tuple(result.to(dtype) for result in results)
 
     def forward(self, moved: Flags) -> BlockMap:
-        """Return the map of arguments and tangents, of those that ``moved`` marks, to tangents of results."""
+        """Return the map from arguments and argument tangents to result tangents. ``moved`` marks the
+        arguments that have a tangent.
+        """
         shapes = tuple((*self.extra, *shape) for _, shape in self.outputs)
         if self.closed_forward is not None:
             return self.closed_forward(moved, shapes)
@@ -236,7 +238,7 @@ class BlockMap:
         return BlockMap(self.grid, compute, inputs, outputs)
 
     def reverse(self, wanted: Flags, given: Flags, shapes: tuple[Shape, ...]) -> BlockMap:
-        """Return the map of arguments and cotangents of results to cotangents of arguments.
+        """Return the map from arguments and result cotangents to argument cotangents.
 
         Parameters
         ----------
@@ -276,21 +278,21 @@ class BlockMap:
 
 
 def _merged(tensors: tuple[Tensor, ...], which: Flags, some: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return ``tensors`` with those that ``which`` marks replaced by ``some``, in order."""
+    """Return ``tensors``, with the tensors in ``some`` in place of those that ``which`` marks."""
     others = iter(some)
     return tuple(next(others) if w else t for t, w in zip(tensors, which, strict=True))
 
 
 def _old_vmap_level() -> int:
-    """Return how many nested calls of the vmap in ``torch.autograd.functional`` are active."""
+    """Return how many calls of the older vmap, that of ``torch.autograd.functional``, are active."""
     level: int = torch._C._vmapmode_increment_nesting()
     torch._C._vmapmode_decrement_nesting()
     return level - 1
 
 
 def kept_whole(t: Tensor) -> bool:
-    """Return True if ``t`` must not be changed in place: in a transform of torch.func, which differentiates
-    the operations on it, and under torch.func.linearize, whose record loses in-place changes of views.
+    """Return True if ``t`` must not be changed in place, because torch.compile or torch.func traces the
+    operations on it. The traces of torch.func.linearize lose in-place changes of views.
     """
     if torch.compiler.is_compiling():
         return True
@@ -298,7 +300,7 @@ def kept_whole(t: Tensor) -> bool:
 
 
 def reduced(t: Tensor, shape: Shape) -> Tensor:
-    """Sum ``t`` over axes where ``shape`` has 1, and repeat it along axes where ``t`` has 1."""
+    """Sum ``t`` over axes where ``shape`` has length 1, and repeat ``t`` along its own axes of length 1."""
     return t.expand(torch.broadcast_shapes(t.shape, shape)).sum_to_size(shape)
 
 

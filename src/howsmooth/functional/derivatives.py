@@ -33,10 +33,10 @@ _Item = TypeVar("_Item")
 
 
 def attention_map(scores: Scores, shape: Shape, *, kernels: bool = False) -> BlockMap:
-    """Return attention as a map of the tensors named in ``scores.names`` to the output, of shape ``shape``.
+    """Return attention as a map of the tensors in ``scores.names`` to the output, which has shape ``shape``.
 
-    With ``kernels``, they compute the map and its first and second derivatives, except derivatives in masks
-    and biases. All else is computed block by block.
+    If ``kernels`` is True, Triton kernels compute the map and its first two derivatives, except those in
+    masks and biases. All else is computed block by block.
     """
     return _map(scores, kernels, (), (("value", ""),), (("queries", shape),))
 
@@ -105,7 +105,7 @@ def _map(
         return _map(scores, kernels, inputs, found, sought)
 
     def chosen(flags: Flags) -> tuple[Names, Names]:
-        """Return the names that ``flags`` marks among the tensors of attention and among the further ones."""
+        """Return the names that ``flags`` marks: first those in ``scores.names``, then those in ``more``."""
         return _chosen(names[:first], flags[:first]), _chosen(more, flags[len(names) - len(more) :])
 
     # There are no kernels for tangents and cotangents of a mask or bias.

@@ -67,7 +67,7 @@ _BY_KEYS = ("adjoint_keys", "second_keys")
 
 
 def obstacle(scores: Scores, x: Mapping[str, Tensor]) -> str | None:
-    """Return why the kernels cannot compute attention of the tensors ``x``, or None if they can."""
+    """Return why the Triton kernels cannot compute attention for the tensors ``x``, or None if they can."""
     q, v, visible = x["q"], x["v"], scores.grid.visible
     if (visible.causal or visible.window is not None) and (visible.offset or scores.grid.m != visible.n):
         return (
@@ -140,11 +140,11 @@ class KernelRows:
         return self.kept[0]
 
     def tangent(self, d: Mapping[str, Tensor]) -> Tensor:
-        """Return the tangent of the attention outputs."""
+        """Return the tangent of the attention outputs for the tangents ``d`` of the tensors."""
         return self._tangent(self._filled(d))[0]
 
     def adjoint(self, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
-        """Return the cotangents of the arguments of attention that ``which`` names."""
+        """Return the cotangents of the tensors that ``which`` names, given the cotangent ``u`` of O."""
         x, (mean, lse) = self.x, self.kept
         common = _row_products(u, mean)
         found = self._cotangents("adjoint", (x["q"], u, x["k"], x["v"], lse, common), which)
@@ -155,7 +155,7 @@ class KernelRows:
     def second(
         self, u: Tensor, d: Mapping[str, Tensor], du: Tensor | None, which: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return the tangents of the results of :meth:`adjoint`."""
+        """Return the tangents of the cotangents that :meth:`adjoint` returns."""
         x, (mean, lse), d = self.x, self.kept, self._filled(d)
         do, mu = self._tangent(d)
         # r = ⟨U, O⟩ of each row, and its tangent dr = ⟨dU, O⟩ + ⟨U, dO⟩.
@@ -171,7 +171,7 @@ class KernelRows:
         return found
 
     def _cotangents(self, name: str, operands: tuple[Tensor, ...], which: Sequence[str]) -> dict[str, Tensor]:
-        """Run the kernels of queries and of keys of the derivative ``name``, as far as ``which`` asks."""
+        """Compute the cotangents that ``which`` names, by the kernels whose names begin with ``name``."""
         found = {
             of: torch.empty(self.x[of].shape, dtype=torch.float32, device=self.x[of].device) for of in "qkv"
         }
@@ -182,7 +182,7 @@ class KernelRows:
         return found
 
     def _tangent(self, d: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the tangent of the outputs, and the mean μ = rowsum(P∘dS) of the tangents of scores.
+        """Return the tangent of O and, for each query, the mean μ = rowsum(P∘dS) of its scores' tangents.
 
         The argument ``d`` must have a tangent of every tensor.
         """
@@ -195,7 +195,7 @@ class KernelRows:
         return out, mu
 
     def _filled(self, d: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tangents ``d`` with zeros for those that are missing."""
+        """Return the tangents ``d``, with zeros for the tensors that have none."""
         names = (name for name in ("q", "k", "v", "sinks") if name in self.x)
         return {name: d[name] if name in d else torch.zeros_like(self.x[name]) for name in names}
 
@@ -242,14 +242,14 @@ class KernelRows:
 
 
 def tiles(name: str, dtype: torch.dtype, width: int) -> tuple[TileSize, ...]:
-    """Return the tiles of a kernel that pads rows to ``width`` numbers, from the largest to the smallest."""
+    """Return the tile sizes to try for a kernel, the largest first. ``width`` is the padded row length."""
     every = _KEYS if name in _BY_KEYS else _ROWS
     first = _FIRST[name][dtype == torch.float32][max(0, (width - 1).bit_length() - 6)]
     return every[min(first, len(every) - 1) :]
 
 
 def input_precision(dtype: torch.dtype) -> str:
-    """Return the setting ``input_precision`` of Triton with which products of a dtype keep all digits."""
+    """Return Triton's setting ``input_precision`` with which products of this dtype keep all digits."""
     import triton
 
     return "bf16x6" if dtype == torch.float32 and not triton.knobs.runtime.interpret else "ieee"
@@ -261,8 +261,8 @@ def _row_products(u: Tensor, of_queries: Tensor) -> Tensor:
 
 
 def _strided(t: Tensor | None, q: Tensor, n: int) -> tuple[object, ...]:
-    """Return a mask or bias as arguments of a kernel: the tensor, and its strides of leading index, heads,
-    rows and keys. For None, ``q`` stands in, which the kernel does not read.
+    """Return a mask or bias as arguments of a kernel: the tensor, and its strides along the leading axis,
+    heads, rows and keys. For None, return ``q`` as a placeholder that the kernel does not read.
     """
     if t is None:
         return q, 0, 0, 0, 0

@@ -65,12 +65,6 @@ def _store(p, tile, start, end, LENGTH: tl.constexpr, ENTRIES: tl.constexpr, WID
 
 @_jit
 def _plus_dot(acc, a, b, PRECISION: tl.constexpr):
-    """Return the sum of ``acc`` and the matrix product a b.
-
-    The matrix units truncate their sums instead of rounding them. In float32 a sum over many tiles would
-    drift, so the product of each tile begins at zero on the units and is added outside of them. It is added
-    by ``fma`` because the compiler moves a plain sum into the units.
-    """
     if a.dtype == tl.float32:
         acc = tl.fma(tl.dot(a, b, input_precision=PRECISION), 1.0, acc)
     else:
@@ -137,7 +131,7 @@ def _scores(
 
 @_jit
 def _start(length, LENGTH: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Return the head of this Triton program, and the first row (or key) of its block.
+    """Return the head, and the first row (or key) of the block, that this Triton program computes.
 
     With LAST_FIRST, blocks are taken from the last on, because in causal order the last rows take longest.
     """
@@ -302,8 +296,7 @@ def tangent(
 
 @_jit
 def _rest(g, dtype: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr):
-    """Return the error of each row sum of a tile that arises when the entries of the tile are rounded to
-    ``dtype``.
+    """Return the errors in the row sums of a tile that arise when its entries are rounded to ``dtype``.
 
     The tile ``g`` holds D∘G, the cotangents of the products scale · q kᵀ.
 
@@ -417,8 +410,8 @@ def adjoint_keys(
 
 @_jit
 def _moved(s, raw, a, da, row_lse, row_mu, row_common, row_moved, slope, tanh, cap, CAPPED: tl.constexpr):
-    """Return two matrices of one tile, each with its tangent. The first matrix holds the attention
-    probabilities, the second the cotangents of the inner products of queries and keys.
+    """Return the attention probabilities of one tile and the cotangents of its inner products of queries and
+    keys, each with its tangent.
 
     The results are P, its tangent dP, the cotangent D∘G of the products scale · q kᵀ, and the tangent of D∘G.
     The arguments ``s`` are scores, ``raw`` their tangents before the cap, ``a`` is U vᵀ and ``da`` its

@@ -61,8 +61,7 @@ def _attention_forward(
     indices: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention output (batch, m, heads, value_dim) when a layer of a transformers model calls
-    this function.
+    """Compute the attention output (batch, m, heads, value_dim) for a layer of a transformers model.
 
     The arguments are those that layers give to the functions of ``AttentionInterface``: queries
     (batch, heads, m, key_dim), keys and values (batch, kv_heads, n, ...). Without a mask every query sees
@@ -105,7 +104,7 @@ def _hide_unselected(mask: Tensor | None, chosen: Tensor) -> Tensor:
 
 
 def _check_supported(rest: dict[str, Any]) -> None:
-    """Raise ArgumentError if a layer asks for something that this implementation does not have."""
+    """Raise ArgumentError if a layer asks for an option that howsmooth's attention does not support."""
     if rest.get("output_attentions"):
         raise ArgumentError(
             "output_attentions",

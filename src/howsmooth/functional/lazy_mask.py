@@ -59,7 +59,6 @@ class RuleMask(torch.Tensor):
     # Computes the entries before torch.func sees the operation, so that they belong to its current level.
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Apply a function to the computed entries, unless it only reads the shape, dtype or device."""
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -69,7 +68,6 @@ class RuleMask(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # PyTorch annotates its placeholder alone.
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Apply an operation to the computed entries."""
         args, kwargs = tree_map_only(RuleMask, lambda mask: mask.entries(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -152,7 +150,7 @@ def rule_mask(
 
 
 def _rule(function: Any, local_size: int | None) -> tuple[bool, int | None] | None:
-    """Return whether a mask function of transformers is causal, and its window; None if it is another mask.
+    """Return whether a mask function of transformers is causal, and its window. Return None for other masks.
 
     The function is called with positions that note how they are compared, because a compiler does not let
     the values in closures be read.
@@ -179,7 +177,7 @@ def _rule(function: Any, local_size: int | None) -> tuple[bool, int | None] | No
 
 
 class _Position:
-    """A sum a q + b k + c of the positions q of a query and k of a key, which notes what it is compared with.
+    """The expression a q + b k + c in the positions q of a query and k of a key.
 
     The result of a comparison is a :class:`_Bounds`.
     """
@@ -208,12 +206,12 @@ class _Position:
         return _Distance(self)
 
     def new_ones(self, *_: object, **__: object) -> _Bounds:
-        """Return the condition that holds always, of which ``and_masks`` makes a tensor."""
+        """Return a condition that always holds, in place of the tensor of ones that transformers expects."""
         return _Bounds()
 
 
 class _Distance:
-    """The distance of two positions."""
+    """The distance |a q + b k + c| between the positions of a query and of a key."""
 
     def __init__(self, difference: _Position) -> None:
         self.difference = difference
@@ -223,7 +221,7 @@ class _Distance:
 
 
 class _Bounds:
-    """The conditions a q + b k + c >= 0 that a mask function sets, in place of a tensor of booleans."""
+    """Conditions a q + b k + c >= 0, all of which must hold for a query to see a key."""
 
     device = None
 
@@ -234,5 +232,5 @@ class _Bounds:
         return _Bounds(*self.terms, *other.terms)
 
     def to(self, _: object) -> _Bounds:
-        """Return the conditions, which are on no device."""
+        """Return the conditions unchanged, because they lie on no device."""
         return self

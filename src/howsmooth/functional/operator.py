@@ -41,7 +41,7 @@ def attention_function(
     dropout: float,
     kernels: bool,
 ) -> BlockMap:
-    """Return attention as a function of tensors of five axes, first of queries, keys and values.
+    """Return attention as a function of queries, keys, values and further tensors, of five axes each.
 
     ``names`` are their names in :class:`Scores`, with commas between them.
 
@@ -62,7 +62,7 @@ def attention_function(
 
 
 def _derived(tensors: Sequence[Tensor], *settings: Any) -> BlockMap:
-    """Return attention, or the reverse-mode derivative of it that the last of ``settings`` asks for.
+    """Return attention, or the reverse-mode derivative that the last entry of ``settings`` describes.
 
     That is a text with a part ``wanted:given;`` for each derivative, where a digit 1 in ``wanted`` marks the
     tensors whose cotangents are asked for, and in ``given`` the results that have a cotangent.
@@ -127,8 +127,8 @@ attention_operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def evaluated(tensors: Sequence[Tensor], *settings: Any) -> Tensor:
-    """Compute attention such that PyTorch can differentiate it: in eager mode, in forward and reverse mode
-    and any number of times. The arguments are those of :func:`attention_function`.
+    """Compute attention so that PyTorch can differentiate the result, in eager mode and in compiled
+    functions. The arguments are those of :func:`attention_function`.
     """
     if not torch.compiler.is_compiling():
         return apply(attention_function(tensors, *settings), *tensors)[0]
@@ -141,7 +141,7 @@ def evaluated(tensors: Sequence[Tensor], *settings: Any) -> Tensor:
 
 
 def whole(function: BlockMap, *tensors: Tensor) -> Tensor:
-    """Evaluate a BlockMap of one result as one block, in operations that PyTorch can differentiate."""
+    """Evaluate a BlockMap with one result as a single block, by operations that PyTorch can differentiate."""
     grid = function.grid
     block = ScoreBlock(*(slice(0, size) for size in (grid.lead, grid.kv_heads, grid.m, grid.visible.n)))
     dtype = tensors[0].dtype

@@ -56,7 +56,7 @@ class Scores:
 
 
 def rows_of(scores: Scores, block: ScoreBlock, x: Mapping[str, Tensor]) -> WholeRows:
-    """Return attention at one block of query rows; ``x`` holds the block's part of each tensor, by name."""
+    """Return attention at one block of query rows. ``x`` holds, by name, the block's part of each tensor."""
     q, k = scores.scale * x["q"], x["k"]
     # The rows of all query heads of a group form one matrix, so that heads with one key head share a product.
     s = (q.flatten(-3, -2) @ k.squeeze(-3).mT).unflatten(-2, q.shape[-3:-1])
@@ -123,7 +123,7 @@ def _hashed(x: Tensor) -> Tensor:
 
 
 def _ordered(s: Tensor, visible: Visibility, block: ScoreBlock) -> Tensor:
-    """Set the scores of a block to −∞, maybe in place, where causal order or a window hides the key."""
+    """Set the scores of a block to −∞ where causal order or a window hides the key, if possible in place."""
     first = block.keys.start
     if visible.triangle:
         # In causal order all rows of the block see the keys before its first row.

@@ -35,7 +35,7 @@ Norms = tuple[NormJacobian | None, NormJacobian | None]
 
 
 class _MultiHeadJacobian(LinearOperator):
-    """What both Jacobians have: projections and norm layers around the derivative ``core`` of the softmax."""
+    """Base class of the Jacobians of multi-head attention, with the derivative ``core`` of its softmax."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class _MultiHeadJacobian(LinearOperator):
         return type(self)(self.core.select(rows), self.projection, (query_norm, key_norm), proved)
 
     def _to_heads(self, part: int, rows: Float[Tensor, "batch n rows"]) -> Float[Tensor, "b m width"]:
-        """Split projected tangents, of queries (``part`` 0), keys (1) or values (2) in all heads, into one
-        matrix for each key head, and apply the derivatives of the norm layer and the rotation that follow.
+        """Split the tangents of the queries (``part`` 0), keys (1) or values (2) of all heads into one matrix
+        for each key head. The derivatives of the norm layer and of the rotation are applied to them.
         """
         f, (b, n, _) = self.projection.attention, rows.shape
         heads, norm = (f.heads, f.kv_heads, f.kv_heads)[part], (*self.norms, None)[part]
@@ -81,7 +81,7 @@ class _MultiHeadJacobian(LinearOperator):
     def _from_heads(
         self, part: int, heads: Float[Tensor, "b m width"], out: Float[Tensor, "batch n rows"] | None = None
     ) -> Float[Tensor, "batch n rows"]:
-        """Apply the transpose of :meth:`_to_heads`, written to ``out`` if it is given."""
+        """Apply the transpose of :meth:`_to_heads`. The result is written to ``out`` if that is given."""
         (n, _), norm = self.in_shape, (*self.norms, None)[part]
         heads = heads.reshape(self.batch, -1, n, heads.shape[-1])
         if part < 2 and self.projection.rotary is not None:
@@ -94,7 +94,6 @@ class _MultiHeadJacobian(LinearOperator):
     def _concatenated(
         self, do: Float[Tensor, "b m value_dim"], out: Float[Tensor, "batch n d_heads"] | None = None
     ) -> Float[Tensor, "batch n d_heads"]:
-        """Concatenate the outputs of all heads, one row for each token, written to ``out`` if it is given."""
         return _side_by_side(do.view(self.batch, -1, self.in_shape[0], do.shape[-1]), out)
 
     def _separated(self, heads: Float[Tensor, "batch n d_heads"]) -> Float[Tensor, "b m value_dim"]:
@@ -114,7 +113,7 @@ def _side_by_side(
 
 
 class AttentionJacobian(_MultiHeadJacobian):
-    """The Jacobian of multi-head self-attention with all probabilities in memory, n² for each head."""
+    """The Jacobian of multi-head self-attention, with the n × n probabilities of each head in memory."""
 
     core: SoftmaxDerivative
 
@@ -131,8 +130,8 @@ class AttentionJacobian(_MultiHeadJacobian):
     def heads(
         self, rows: Float[Tensor, "batch n rows"], out: Float[Tensor, "batch n d_heads"] | None = None
     ) -> Float[Tensor, "batch n d_heads"]:
-        """Return the tangents of the outputs of all heads, written to ``out`` if it is given, for the
-        concatenated tangents of their queries, keys and values.
+        """Return the tangents of the outputs of all heads, given the tangents of their queries, keys and
+        values side by side. The result is written to ``out`` if it is given.
         """
         parts = rows.split(self.projection.sizes, dim=-1)
         do = self.core.product(*(self._to_heads(i, t) for i, t in enumerate(parts)))
@@ -141,8 +140,8 @@ class AttentionJacobian(_MultiHeadJacobian):
     def heads_adjoint(
         self, heads: Float[Tensor, "batch n d_heads"], out: Float[Tensor, "batch n rows"] | None = None
     ) -> Float[Tensor, "batch n rows"]:
-        """Return the concatenated cotangents of queries, keys and values of all heads, written to ``out`` if
-        it is given, for the cotangents of the heads' outputs.
+        """Return the cotangents of the queries, keys and values of all heads side by side, given the
+        cotangents of the heads' outputs. The result is written to ``out`` if it is given.
         """
         sizes = self.projection.sizes
         if out is None:
@@ -206,7 +205,7 @@ def attention_jacobians(
     streamed: bool = False,
     allowance: float | None = None,
 ) -> list[LinearOperator]:
-    """Return the Jacobian of a float64 layer at float64 tokens, one operator for each dtype of ``made``.
+    """Return the Jacobian of a float64 layer at float64 tokens, as one operator for each dtype in ``made``.
 
     The tokens may be the atoms of a measure of this weighting. ``off`` is an upper bound of the distance of
     each token from its exact value, or None if no error is to be proved; ``norms``, for that proof, holds

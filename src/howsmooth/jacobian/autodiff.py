@@ -172,7 +172,7 @@ class AutodiffJacobian(LinearOperator):
             self._check_derivatives(y, start)
 
     def _refuse_other_outputs(self, again: Tensor | None) -> None:
-        """Raise ArgumentError if f gives different outputs for x; ``again`` is a second one, or None."""
+        """Raise ArgumentError if two outputs of f at x differ; ``again`` is the second output, or None."""
         # Where derivatives are computed too, the same operations may round otherwise; then values decide.
         if again is not None and torch.equal(self._kept.y, again):
             return
@@ -227,7 +227,7 @@ class AutodiffJacobian(LinearOperator):
         return at.adjoint_product(u.reshape(self._y_shape)).reshape(self.batch, *self.in_shape)
 
     def _forward_product(self, e: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return f(x) and J e in forward mode; if f has none, None and J e by double reverse mode."""
+        """Return f(x) and J e by forward mode; if f has no forward mode, return None and J e."""
         try:
             with one_backend(), as_derivative_errors("forward"):
                 y, tangent = _by_forward_mode(self._f, self._x, e.reshape(self._x.shape))
@@ -238,7 +238,7 @@ class AutodiffJacobian(LinearOperator):
         return y, tangent.reshape(self.batch, *self.out_shape)
 
     def _conditioning(self, u: Tensor, jtu: Tensor) -> Tensor:
-        """Estimate the relative error of Jᵀu, which is ``jtu``, that is caused by rounding inside f.
+        """Estimate the relative error that rounding inside f causes in Jᵀu, which was computed as ``jtu``.
 
         Rounding inside f acts like a rounding error of its input. So Jᵀu is computed four more times, at
         tokens moved by one machine epsilon each and for multiples of u, which round terms that cancel
@@ -262,8 +262,9 @@ class AutodiffJacobian(LinearOperator):
             return allowance_for_rounding(itertools.chain([first], made), jtu)
 
     def _check_derivatives(self, y: Tensor, start: Tensor | None) -> None:
-        """Check derivatives of f along ``start`` (None: a random tangent) against each other and against
-        finite differences, and estimate their rounding errors; ``y`` is f(x).
+        """Check the derivative of f along a direction by forward mode, reverse mode and finite differences,
+        and estimate its rounding errors. The direction is ``start``, or random if that is None; ``y`` is
+        f(x).
         """
         # Not the seed of a start, as ⟨J e, e⟩ = ⟨e, Jᵀe⟩ shows less than two independent vectors.
         generator = torch.Generator().manual_seed(_CHECK_SEED)
@@ -320,8 +321,8 @@ class AutodiffJacobian(LinearOperator):
             )
 
     def _refuse_out_of_range(self, e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> None:
-        """Raise NonFiniteError if a product of the scaled map, ``je`` or ``jtu``, is zero, or far from one,
-        because numbers inside f leave the range of their dtype. A map whose Jacobian is zero passes.
+        """Raise NonFiniteError if numbers inside f overflow or underflow, so that the product J e (``je``) or
+        Jᵀu (``jtu``) is wrong. A map whose Jacobian is exactly zero passes.
         """
         lost = ~(_nonzero(je) & _nonzero(jtu))
         scaled = torch.from_numpy(self.powers.total != 0).to(lost.device)
@@ -341,7 +342,9 @@ class AutodiffJacobian(LinearOperator):
 
     @contextmanager
     def _range_first(self, e: Tensor, u: Tensor) -> Iterator[None]:
-        """Make a NonFiniteError of a DerivativeError if numbers inside f leave the range of their dtype."""
+        """Return a context manager that replaces a DerivativeError by a NonFiniteError if numbers inside f
+        overflow or underflow.
+        """
         try:
             yield
         except DerivativeError as error:
@@ -367,8 +370,8 @@ class AutodiffJacobian(LinearOperator):
         )
 
     def keeps_rows_apart(self) -> bool:
-        """Return True if row i of J E depends only on row i of E, in an operator of one member. The result is
-        False for J = 0 and for fewer than two tokens.
+        """Return True if row i of J E depends only on row i of E. The operator must have one member; the
+        result is False for J = 0 and for fewer than two tokens.
         """
         rows = self.in_shape[0]
         if rows < 2 or self.out_shape[:1] != (rows,):
@@ -432,7 +435,7 @@ class Linearisation:
 
     @cached_property
     def twice(self) -> bool:
-        """Whether J e is computed along the graph of u ↦ Jᵀu, which this property creates."""
+        """Whether J e is computed by differentiating u ↦ Jᵀu. The first use creates the graph of this map."""
         if self.graph_bytes > self._most:
             return False
         self._u = torch.zeros_like(self.y).requires_grad_()
@@ -447,20 +450,20 @@ class Linearisation:
         return linear or not self.adjoint_product(torch.ones_like(self.y)).any()
 
     def product(self, e: Tensor) -> Tensor:
-        """Return J e."""
+        """Return the product J e of the Jacobian with a tangent ``e``."""
         if not self.twice:
             return self._forward(self._x.detach(), e)
         found = None if self._jtu is None else _gradient(self._jtu, self._u, e)
         return torch.zeros_like(self.y) if found is None else found
 
     def adjoint_product(self, u: Tensor) -> Tensor:
-        """Return Jᵀu."""
+        """Return the product Jᵀu of the transposed Jacobian with a cotangent ``u``."""
         found = _gradient(self.y, self._x, u)
         return torch.zeros_like(self._x) if found is None else found
 
     def underflows(self, e: Tensor, u: Tensor, *, digits: bool = False) -> bool:
-        """Return True if numbers become zero in Jᵀu or J e although their exact values are not; or, with
-        ``digits``, if they lose digits below the smallest normal number.
+        """Return True if some number underflows to zero while Jᵀu or J e is computed. With ``digits``, also
+        return True if a number falls below the smallest normal number, where it loses digits.
         """
         if self.y.grad_fn is None:
             return False
@@ -485,7 +488,7 @@ def _by_forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor) -> tup
 
 
 def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
-    """Return True if one member of the result of ``product`` depends on another member of its input.
+    """Return True if some entry i of the result of ``product`` depends on an entry of its input other than i.
 
     Any two indices differ in some binary digit. So for each digit, e is set to zero at all indices without
     that digit, and the product must be zero there: as many products as indices have digits.
@@ -499,7 +502,7 @@ def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
 
 
 def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
-    """Yield four copies of ``x`` with every entry multiplied by 1 ± ε at random, ε the machine epsilon."""
+    """Yield four copies of ``x`` with each entry times 1 + ε or 1 − ε at random (ε: machine epsilon)."""
     generator = torch.Generator().manual_seed(1)
     for _ in MULTIPLES:
         signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
@@ -509,8 +512,8 @@ def moved_by_rounding(x: Tensor) -> Iterator[Tensor]:
 
 
 def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float = _ALLOWED) -> Tensor:
-    """Return ``allowed`` times the largest relative difference of a product ``je`` (batch, ...) from its
-    repetitions ``moved``, each with other rounding errors: (batch,), float64 on the CPU.
+    """Estimate the relative rounding error of each member of a product ``je`` (batch, ...). It is ``allowed``
+    times the largest relative difference from repetitions ``moved``, which round differently.
     """
     exponents = np.zeros(len(je), dtype=np.int64)
     if je.dtype == torch.float64:  # squares of float32 numbers are in range
@@ -523,12 +526,11 @@ def allowance_for_rounding(moved: Iterable[Tensor], je: Tensor, allowed: float =
 
 
 def _nonzero(t: Tensor) -> Tensor:
-    """Say of each member of a batch whether it is not zero."""
     return t.flatten(1).any(dim=1)
 
 
 def _length(t: Tensor) -> float:
-    """Return the Euclidean norm, also where squares leave the range of float64."""
+    """Return the Euclidean norm of a tensor, even if squares of its entries leave the range of float64."""
     t = t.double()
     length = float(t.norm())
     if 1e-140 < length < 1e140:
@@ -538,8 +540,8 @@ def _length(t: Tensor) -> float:
 
 
 def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor, reverse: Tensor) -> None:
-    """Raise DerivativeError unless ⟨J e, u⟩ = ⟨e, Jᵀu⟩ up to rounding, for Gaussian e and u; ``forward`` and
-    ``reverse`` are the estimated relative rounding errors of J e and Jᵀ u for each member.
+    """Raise DerivativeError unless ⟨J e, u⟩ = ⟨e, Jᵀu⟩ up to rounding, for Gaussian e and u. The relative
+    rounding errors of J e and Jᵀu are about ``forward`` and ``reverse``, for each member.
 
     A relative error δ of J e, independent of u, changes ⟨J e, u⟩ by about δ ‖J e‖, and likewise for Jᵀ u.
     """
@@ -557,9 +559,11 @@ def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor
 
 
 def _adjoint_defect(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> Tensor:
-    """Estimate for each member of a batch the relative rounding error of products that are not adjoint to
-    each other. Those of a softmax with the weights 1 and p are not: rounding sets the first entry of
-    p (e₁ − e₂) to zero. It is zero for all others.
+    """Estimate for each member of a batch the relative rounding error that explains why ⟨J e, u⟩ and ⟨e, Jᵀu⟩
+    differ. It is zero where they agree.
+
+    An example is a softmax with the weights 1 and p, where rounding sets the first entry of p (e₁ − e₂) to
+    zero.
     """
     left, right = ((a * b).flatten(1).sum(dim=1, dtype=torch.float64) for a, b in ((je, u), (e, jtu)))
     size = torch.maximum(je.double().flatten(1).norm(dim=1), jtu.double().flatten(1).norm(dim=1))
@@ -576,8 +580,8 @@ def check_against_differences(
     rounding: float,
     je: Tensor | None = None,
 ) -> None:
-    """Raise DerivativeError if the derivative ``product`` of ``f`` at ``x`` contradicts finite differences
-    along ``e``. The arguments ``y`` and ``je`` are f(x) and, if it is known, the product with e.
+    """Raise DerivativeError if finite differences of ``f`` at ``x`` along ``e`` contradict its derivative
+    ``product``. ``y`` is f(x), and ``je`` is the product with ``e``, if it is known.
 
     A ``detach`` or ``no_grad`` inside f cuts off forward and reverse mode alike, so only the values of f show
     it. A single value is enough if its difference from f(x) is explained. Differences count as evidence only
@@ -631,9 +635,11 @@ def check_against_differences(
 def _differences(
     f: Callable[[Tensor], Tensor], x: Tensor, at: Tensor, e: Tensor, steps: Sequence[float]
 ) -> tuple[Tensor, list[Tensor], float] | None:
-    """Return a direction, ``e`` unless f refuses the inputs along it, finite differences of ``f`` along it
-    for each step length, and how the one-sided differences for the first one differ; or None if f refuses all
-    inputs near ``x``. The argument ``at`` is f(x).
+    """Compute finite differences of ``f`` at ``x`` along a direction, for several step lengths. Return the
+    direction, the differences, and how far the one-sided differences of the first step disagree, or None if
+    ``f`` refuses all inputs near ``x``.
+
+    The direction is ``e`` unless ``f`` refuses inputs along it. ``at`` is f(x).
     """
     try:
         sides = [(f(x + h * e) - at, at - f(x - h * e)) for h in steps]
@@ -651,11 +657,11 @@ def _differences(
 
 
 def weighted_autodiff_jacobian(f: TokenMap, x: Tensor, weighting: Weighting) -> AutodiffJacobian:
-    """Return the Jacobian of a float64 map at a measure, with the blocks √(a_i/a_j) ∂y_i/∂x_j for atoms x_i
-    (n, d) of weights a_i and images y_i. Raise ArgumentError if a weight is below e^-600, or the map does not
-    act on such a measure.
+    """Return the Jacobian of a float64 map at a measure, by automatic differentiation. Its blocks are
+    √(a_i/a_j) ∂y_i/∂x_j, for atoms x_i (n, d) with weights a_i and images y_i.
 
-    It is the Jacobian of Y ↦ √a ∘ f(Y / √a) at Y = √a ∘ X, so the checks of :class:`AutodiffJacobian` apply.
+    Raise ArgumentError if a weight is below e^-600, or the map does not act on such a measure. It is the
+    Jacobian of Y ↦ √a ∘ f(Y / √a) at Y = √a ∘ X, so the checks of :class:`AutodiffJacobian` apply.
     """
     smallest = float(weighting.log_weights.min())
     if smallest < _LEAST_LOG_WEIGHT:
@@ -685,7 +691,7 @@ def _refuse_training_mode(f: Callable[[Tensor], Tensor]) -> None:
 
 @contextmanager
 def one_backend() -> Iterator[None]:
-    """Let PyTorch's attention run in its "math" backend alone, which has forward and reverse mode."""
+    """Let PyTorch's attention use only its "math" backend, which has both forward and reverse mode."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
 

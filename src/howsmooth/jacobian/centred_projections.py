@@ -1,5 +1,5 @@
-"""The queries, keys and values of an attention layer at given tokens, where the means of keys and values are
-subtracted.
+"""The queries, keys and values of an attention layer at given tokens. The mean of the keys is subtracted from
+the keys, and the mean of the values from the values.
 
 The derivative does not change if all values of a head, or all its keys, are shifted by one vector. Such a
 common part may be far larger than the differences that matter, so it is subtracted before anything is
@@ -46,7 +46,7 @@ class Operands:
         scale: float,
         features: ScoreFeatures,
     ) -> Operands:
-        """Return the operands of given queries, keys and values."""
+        """Scale given queries, and centre given keys and values by subtracting their means."""
         key_shift, value_shift = k.mean(dim=2, keepdim=True), v.mean(dim=2, keepdim=True)
         if features.softcap is not None:
             key_shift = torch.zeros_like(key_shift)
@@ -55,7 +55,7 @@ class Operands:
 
     @classmethod
     def of_tokens(cls, f: SelfAttention, x: Float[Tensor, "batch n d"]) -> Operands:
-        """Return the operands of the attention layer ``f`` at tokens ``x``."""
+        """Compute scaled queries, centred keys and centred values of the layer ``f`` at tokens ``x``."""
         mean = x.mean(dim=-2, keepdim=True)
         centred = x - mean
         q, k = f.queries_and_keys(x)
@@ -79,17 +79,17 @@ class Operands:
 
     @property
     def whole_keys(self) -> Float[Tensor, "batch kv_heads n key_dim"]:
-        """The keys before their shift was subtracted."""
+        """The keys as the layer computes them, before ``key_shift`` was subtracted."""
         return self.k + self.key_shift
 
     @property
     def whole_values(self) -> Float[Tensor, "batch kv_heads n value_dim"]:
-        """The values before their shift was subtracted."""
+        """The values as the layer computes them, before ``value_shift`` was subtracted."""
         return self.v + self.value_shift
 
     @property
     def score_keys(self) -> Float[Tensor, "batch kv_heads n key_dim"]:
-        """The keys from which scores are computed, shifted unless there are sinks.
+        """The keys from which scores are computed: the shifted ones, or unshifted ones if there are sinks.
 
         With a sink, a shift of the keys would change P, because the sink's score does not move with the keys.
         """

@@ -48,8 +48,8 @@ _Map = TypeVar("_Map", bound=TokenMap)
 
 @dataclass(frozen=True)
 class _Form:
-    """How all layers of a map are linearised: for which dtypes, with the arguments of
-    :func:`closed_form_jacobian`, and with norms of matrices for proofs of rounding errors.
+    """The settings with which all layers of a map are linearised: the dtypes, the arguments of
+    :func:`closed_form_jacobian`, and cached norms of matrices for proofs of rounding errors.
     """
 
     made: Mapping[torch.dtype, Callable[[SelfAttention], LayerMatrices]]
@@ -66,7 +66,7 @@ def has_closed_form(f: Callable[[Tensor], Tensor]) -> bool:
 
 
 def runs_members_alone(f: Callable[[Tensor], Tensor]) -> bool:
-    """Return True if the Jacobian of ``f`` is computed for one sequence at a time: batches save no time."""
+    """Return True if the Jacobian of ``f`` is computed for each sequence apart, so batches save no time."""
     return any(isinstance(layer, StagedAttention) for layer in layers(f))
 
 
@@ -117,8 +117,8 @@ def closed_form_jacobian(
 def closed_form_jacobians(
     f: TokenMap, xs: Sequence[Tensor], dtypes: Sequence[torch.dtype], **form: Any
 ) -> list[dict[torch.dtype, LinearOperator]]:
-    """Return, for each of the batches ``xs`` (batch, n, d) of lengths of their own, the Jacobian of ``f`` in
-    each dtype, as :func:`closed_form_jacobian` returns it.
+    """Return the Jacobians of ``f`` in several dtypes at several batches ``xs`` (batch, n, d), whose lengths
+    n may differ. The further arguments are those of :func:`closed_form_jacobian`.
 
     Jacobians of one dtype share their projections, and each batch is linearised once for all dtypes.
     """
@@ -154,7 +154,7 @@ def in_double(f: _Map) -> _Map:
 
 
 def _linearise(f: TokenMap, x: Tensor, off: Tensor | None, form: _Form) -> list[LinearOperator]:
-    """Return the Jacobian of a float64 map at float64 tokens, one operator for each dtype of the form.
+    """Return the Jacobian of a float64 map at float64 tokens, as one operator for each dtype of ``form``.
 
     ``off`` (batch, n) bounds the distance of each token from its exact value; if it is None, no bound on the
     rounding error is proved.

@@ -40,7 +40,7 @@ __all__ = ["StagedJacobian"]
 
 
 class StagedJacobian(LinearOperator):
-    """The Jacobian of such a layer at a batch of sequences, with one autograd graph for each."""
+    """The Jacobian of a layer written as PyTorch code, with one autograd graph for each sequence."""
 
     def __init__(self, members: tuple[_Member, ...]) -> None:
         first = members[0]
@@ -74,8 +74,8 @@ class StagedJacobian(LinearOperator):
 
 
 class _Member:
-    """The Jacobian of a float64 layer ``f`` at one float64 sequence ``x``, with products in ``dtype``;
-    ``rounded`` is the layer in that dtype.
+    """The Jacobian of a float64 attention layer ``f`` at one float64 sequence ``x``. Products are computed in
+    ``dtype``, with the copy ``rounded`` of the layer in that dtype.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class _Member:
             return self.kept.adjoint_product(u)
 
     def _checked(self, f: StagedAttention, y: Tensor, own: Tensor) -> Tensor:
-        """Check that forward mode, reverse mode and finite differences agree, and estimate the rounding, of
-        which ``own`` is that of the softmaxes. ``y`` is the output in float64.
+        """Check that forward mode, reverse mode and finite differences agree, and estimate the rounding
+        error. It includes the error ``own`` of the softmaxes; ``y`` is the output in float64.
         """
         dtype = self.x.dtype
         # The run with the graph must reproduce the float64 run, up to rounding.
@@ -157,7 +157,7 @@ class _Member:
         return rounding
 
     def _twice_gives(self, e: Tensor, je: Tensor) -> bool:
-        """Return True if double reverse mode gives the product ``je`` of forward mode."""
+        """Return True if two passes of reverse mode give the same product J e as forward mode (``je``)."""
         try:
             off = (self.product(e) - je).norm()
         except DerivativeError:  # an operation in the layer has no second derivative
@@ -167,8 +167,8 @@ class _Member:
 
 @dataclass(frozen=True, eq=False)
 class _CoreAt:
-    """One softmax attention at given queries, keys and values: its output and its derivative, with products
-    in the shapes of the layer's own queries, keys and values; queries are unscaled.
+    """The output and the derivative of one softmax attention at given queries, keys and values. Its products
+    take unscaled queries, and tensors in the shapes that the layer uses.
     """
 
     output: Tensor
@@ -221,7 +221,7 @@ class _CoreAt:
 
 
 class _Linearised(torch.autograd.Function):
-    """The autograd function that returns the stored output of a softmax, with its derivative."""
+    """The autograd function that returns the stored output of a softmax, with a closed-form derivative."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: _CoreAt) -> Tensor:
@@ -247,7 +247,7 @@ class _Linearised(torch.autograd.Function):
 
 
 class _Transposed(torch.autograd.Function):
-    """The adjoint of that derivative, which can be differentiated again."""
+    """The adjoint of the derivative of a softmax, as an autograd function with a derivative of its own."""
 
     @staticmethod
     def forward(ctx: Any, do: Tensor, core: _CoreAt, shapes: Any, dtypes: Any) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The derivative of x ↦ Γ_μ(x) at the atoms of a fixed measure μ, where a map moves a point x to Γ_μ(x).
+"""The derivative of x ↦ Γ_μ(x) at the atoms of a fixed measure μ, where attention moves x to Γ_μ(x).
 
 It is the term with δ_ij in the Jacobian: V C_i A for a head of softmax attention, where C_i is the covariance
 of the atoms that x_i sees. It describes an atom that splits into two halves which move apart, while the
@@ -36,8 +36,10 @@ Rows = Callable[[slice], Tensor]
 def frozen_derivatives(
     f: TokenMap, x: Float[Tensor, "n d"], weighting: Weighting
 ) -> Iterator[Float[Tensor, "block d_out d"]]:
-    """Yield D Γ_μ(x_i) of a float64 map ``f`` at float64 atoms x_i, for one block of atoms at a time. Raise
-    ArgumentError if the map does not act on such a measure.
+    """Yield the derivatives of x ↦ Γ_μ(x) at the atoms of μ, for one block of atoms at a time. ``f`` is the
+    map that moves x to Γ_μ(x); it and the atoms are float64.
+
+    Raise ArgumentError if the map does not act on such a measure.
     """
     n = x.shape[0]
     rows = _rows(f, x, weighting)
@@ -47,7 +49,7 @@ def frozen_derivatives(
 
 
 def _width(f: TokenMap) -> int:
-    """Return how many numbers are in memory for each pair of an atom of a block and an atom that it sees."""
+    """Return how many numbers are kept in memory for each pair of atoms while a block is computed."""
     attention = [
         one.heads * (one.key_dim + one.value_dim) for one in layers(f) if isinstance(one, SelfAttention)
     ]
@@ -75,8 +77,8 @@ def _rows(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
 
 
 def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
-    """Return the derivatives of rows i as Σ_h W_h Cov_i(v, k) · scale Q_h, with the output matrix W_h and the
-    query matrix Q_h of each head h.
+    """Return a function that computes the derivatives at some atoms i as Σ_h W_h Cov_i(v, k) · scale Q_h.
+    Head h has the output matrix W_h and the query matrix Q_h.
 
     Cov_i(v, k) is the covariance of values and keys under row i of P. If the scores have a cap with
     derivative D, Σ_j P_ij (v_j − O_i) D_ij k_jᵀ takes its place.
@@ -103,8 +105,8 @@ def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
 
 
 def _by_autodiff(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
-    """Return the derivative of x ↦ Γ_μ(x) at the given atoms, with the measure μ held fixed, by automatic
-    differentiation.
+    """Return a function that computes the derivatives of x ↦ Γ_μ(x) at some atoms by automatic
+    differentiation, with the measure μ held fixed.
 
     Copies of the atoms, without mass, are added to the measure. They do not change it, and their images are
     Γ_μ at the places where they are.

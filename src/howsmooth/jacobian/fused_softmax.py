@@ -69,7 +69,7 @@ class FusedDerivative(StreamedDerivative):
         return 2.0**-16 * (4.0 + self.kappa / 8.0)
 
     def product(self, dq: OfQueries, dk: OfKeys, dv: OfValues) -> OfOutputs:
-        """Return the tangent of the outputs, for tangents of the scaled queries, keys and values."""
+        """Return the tangent of the outputs, given tangents of the scaled queries, keys and values."""
         # Imported here, so that the package works without Triton.
         from howsmooth.jacobian import fused_kernels
 
@@ -91,7 +91,7 @@ class FusedDerivative(StreamedDerivative):
         return out.flatten(1, 2)
 
     def adjoint(self, do: OfOutputs) -> tuple[OfQueries, OfKeys, OfValues]:
-        """Return the cotangents of the scaled queries, keys and values, for a cotangent of the outputs."""
+        """Return cotangents of the scaled queries, keys and values, given a cotangent of the outputs."""
         from howsmooth.jacobian import fused_kernels
 
         q, k, v = self._operands
@@ -113,7 +113,9 @@ class FusedDerivative(StreamedDerivative):
     def gram(
         self, dq: OfQueries, dk: OfKeys, dv: OfValues, through: Through
     ) -> tuple[OfQueries, OfKeys, OfValues]:
-        """Return Jᵀ(T(J(dq, dk, dv))), where T is ``through``, called once for each input of the batch."""
+        """Return Jᵀ(T(J(dq, dk, dv))) for the derivative J of softmax attention. The function T, ``through``,
+        is called once for each sequence.
+        """
         # The kernels keep no tiles, so the product is completed before the adjoint begins.
         do = self.product(dq, dk, dv).view(self.mean.shape)
         rows = slice(0, self.q.shape[2])
@@ -162,7 +164,7 @@ class FusedDerivative(StreamedDerivative):
         )
 
     def _run(self, kernel: Any, tiles: dict[int, TileSize], of: str, *arguments: object) -> None:
-        """Run a kernel on all heads, and on all blocks of rows if ``of`` is "rows", otherwise of keys."""
+        """Run a kernel on all heads and all blocks of query rows, or of keys if ``of`` is "keys"."""
         heads, length = self.k.shape[:2]
         if of == "rows":
             heads, length = heads * self.q.shape[1], self.q.shape[2]
@@ -183,7 +185,8 @@ class FusedDerivative(StreamedDerivative):
 
 
 def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDerivative:
-    """Return ``at`` with products computed by Triton kernels, or ``at`` itself if no kernel supports it.
+    """Return a derivative of softmax attention with products by Triton kernels. Return ``at`` itself if no
+    kernel supports it.
 
     The kernels split float32 numbers into two or three bfloat16 parts. They get as few parts as keep the
     relative rounding error within ``allowance``; if three parts do not, ``at`` is returned. Without an
@@ -193,7 +196,9 @@ def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDer
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Return ``at`` with products computed by kernels, or ``at`` itself if these are not accurate enough."""
+    """Return the derivative ``at`` with products by Triton kernels, or ``at`` itself if kernels are not
+    accurate enough.
+    """
     own = vars(at)
     rows = {name: own[name].contiguous() for name in ("q", "k", "v", "lse", "mean")}
     # ``exact`` is dropped: the kernels form scores from the parts of q and k.

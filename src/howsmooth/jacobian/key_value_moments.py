@@ -18,10 +18,10 @@ __all__ = ["Deviations", "moment_columns"]
 
 @dataclass(frozen=True, eq=False)
 class Deviations:
-    """Upper bounds on the deviations of keys and values from their means under P, and on norms of P.
+    """Upper bounds on how far keys and values deviate from their means under the attention probabilities P,
+    and on norms of P.
 
     Axes: b = batch member times key/value head, m = query rows of all its query heads.
-
     """
 
     total: Float[Tensor, "b m"]  # Σ_j P_ij over the keys without the sink
@@ -43,9 +43,9 @@ class Deviations:
         sink: Float[Tensor, "b m"],
         p: Float[Tensor, "b m n"] | None = None,
     ) -> Deviations:
-        """Compute the bounds from the averages under P of :func:`moment_columns` and of the shifted values,
-        ``mean``. Without P itself, which streamed products do not keep, row sums bound ``squares`` and
-        ``spread``.
+        """Compute the bounds from averages under the attention probabilities P. ``averages`` are those of the
+        columns of :func:`moment_columns`, and ``mean`` those of the shifted values. If P is not kept, ``p``
+        is None, and ``squares`` and ``spread`` are bounded by row sums.
         """
         key_dim, n = operands.k.shape[-1], operands.k.shape[2]
         centre = averages[..., :key_dim]
@@ -81,7 +81,7 @@ class Deviations:
 
 
 def moment_columns(operands: Operands) -> Float[Tensor, "b n columns"]:
-    """Return columns with an entry for each key, whose averages under P determine :class:`Deviations`.
+    """Return a table with a row for each key. Averages of its columns under P determine :class:`Deviations`.
 
     They are k, |k|² and |v|². If there is a sink, |k|² and |v|² of the unshifted keys and values follow.
     """

@@ -1,5 +1,5 @@
-"""Whether numbers inside a map leave the range of their dtype: in a product with its Jacobian, or in the
-values of the map from which its derivative is made.
+"""Checks whether numbers inside a map overflow or underflow, while the map is evaluated or while a product
+with its Jacobian is computed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _LOST = 64.0
 
 
 def underflows(y: Tensor, x: Tensor, u: Tensor, digits: bool = False) -> bool:
-    """Return True if numbers become zero in (∂y/∂x)ᵀu although their exact values are not; or, with
-    ``digits``, if they lose digits below the smallest normal number.
+    """Return True if some number underflows to zero while (∂y/∂x)ᵀu is computed. With ``digits``, also return
+    True if a number falls below the smallest normal number, where it loses digits.
 
     Each step of the autograd graph of ``y``, which is kept, is linear. Where one returns zeros, it is
     repeated with numbers multiplied by a power of two, which shows whether they remain zero.
@@ -56,16 +56,16 @@ def underflows(y: Tensor, x: Tensor, u: Tensor, digits: bool = False) -> bool:
 
 
 def overflows(f: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Return True if some number inside the map ``f`` becomes infinite at ``x`` although its exact value is
-    not, as the square of a large number does in a norm of it.
+    """Return True if some number overflows while the map ``f`` is evaluated at ``x``, such as the square of a
+    large entry in a norm.
     """
     seen, y = _evaluated(f, x)
     return y is not None and seen.overflow
 
 
 def values_out_of_range(f: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-    """Return True if the derivative of ``f`` at ``x`` is made of numbers that have overflowed, or of products
-    that have underflowed to zero or to a number with few digits.
+    """Return True if the derivative of ``f`` at ``x`` uses numbers that have overflowed, or products that
+    have lost digits by underflow.
     """
     seen, y = _evaluated(f, x)
     if y is None or seen.overflow or not seen.lost:
@@ -80,7 +80,7 @@ def values_out_of_range(f: Callable[[Tensor], Tensor], x: Tensor) -> bool:
 
 
 def _evaluated(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[_Values, Tensor | None]:
-    """Evaluate ``f``; the result is None for a map that cannot be evaluated step by step."""
+    """Evaluate ``f`` and note overflow and underflow; the output is None if the evaluation fails."""
     seen, y = _Values(), None
     with contextlib.suppress(Exception), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), seen:
         y = f(x.detach().requires_grad_())
@@ -103,7 +103,7 @@ def _storage(t: Tensor) -> int:
 
 
 class _Values(TorchDispatchMode):
-    """A mode under which a map is evaluated, which notes the results that leave the range of their dtype."""
+    """A PyTorch dispatch mode that records which results overflow or underflow while a map is evaluated."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -135,14 +135,14 @@ class _Values(TorchDispatchMode):
 
 
 def _is_tiny(t: Tensor) -> bool:
-    """Return True if all entries are so small that they have, or may have, lost digits."""
+    """Return True if all entries are so small that they may have lost digits by underflow."""
     limits = torch.finfo(t.dtype)
     return float(t.abs().max()) * limits.eps < limits.tiny * _LOST
 
 
 def _digits_lost(factors: Sequence[Any], made: Tensor, product: Any, *, alone: bool) -> bool:
-    """Return True if a ``product`` of two tensors is so small that it has lost digits; or, unless it stands
-    ``alone`` but something was added to it, if what was ``made`` is zero although it is not.
+    """Return True if the product ``made`` of two ``factors`` has lost digits by underflow. If ``alone`` is
+    False, another tensor was added to the product, and only a result of zeros is examined.
     """
     if not _is_tiny(made) or (bool(made.any()) and not alone):
         return False
@@ -174,8 +174,8 @@ def _times(t: Any, exponent: int) -> Any:
 def _lost_in(
     node: Any, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], *, digits: bool
 ) -> bool:
-    """Return True if numbers underflow in a step of an autograd graph, which has made ``made`` of ``given``;
-    or, with ``digits``, if they lose digits below the smallest normal number.
+    """Return True if numbers underflow to zero in a step of an autograd graph from ``given`` to ``made``.
+    With ``digits``, also return True if they lose digits below the smallest normal number.
     """
     numbers = [g for g in given if g is not None and g.numel()]
     largest = max((float(g.abs().max()) for g in numbers), default=0.0)

@@ -23,9 +23,9 @@ _IN_GRAPHS = 64
 
 
 def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> int:
-    """Return the largest number of bytes that n × n tensors take at one time: probabilities, and temporary
-    tensors of a product; and autograd graphs, for layers written as PyTorch code. Float32 results are checked
-    in float64 while the float32 operator is in memory, so that both are counted.
+    """Return the largest number of bytes that n × n tensors take at one time, if attention probabilities are
+    kept. It includes the autograd graphs of layers written as PyTorch code, and the float64 operator that
+    checks a float32 one.
     """
     single = dtype.itemsize if dtype != torch.float64 else 0
     found = 0
@@ -50,8 +50,8 @@ def _softmaxes(f: SelfAttention | StagedAttention, n: int) -> Iterator[tuple[Cor
 
 
 def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes of a Jacobian at one sequence if probabilities are not kept: the peak of linearising
-    the map and of one product.
+    """Return how many bytes the Jacobian at one sequence takes at most while it is formed or multiplied, if
+    attention probabilities are not kept.
     """
     match f:
         case Residual():
@@ -68,8 +68,8 @@ def streamed_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, de
 
 
 def kernel_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the additional bytes of Triton kernels for a Jacobian at one sequence, or 0 if no kernel runs:
-    the operands of their matrix products, split into bfloat16 parts.
+    """Return how many bytes Triton kernels take in addition for a Jacobian at one sequence: the operands of
+    their matrix products, split into bfloat16 parts. It is 0 if no kernel runs.
     """
     if device.type != "cuda" or dtype != torch.float32:
         return 0
@@ -112,12 +112,14 @@ def _streamed_stages_bytes(f: StagedAttention, n: int, dtype: torch.dtype, devic
 
 
 def _entries(shape: CoreShape) -> tuple[int, int, int, int]:
-    """Return the numbers of entries of queries, of keys, of these and values together, and of outputs."""
+    """Return the numbers of entries of the queries, of the keys, of the queries, keys and values together,
+    and of the outputs.
+    """
     heads, kv_heads = shape.lead * shape.heads * shape.m, shape.lead * shape.kv_heads * shape.n
     queries, keys = heads * shape.key_dim, kv_heads * shape.key_dim
     return queries, keys, queries + keys + kv_heads * shape.value_dim, heads * shape.value_dim
 
 
 def _exact(entries: int, dtype: torch.dtype) -> int:
-    """Return the bytes of float64 queries and keys, if scores are formed in float64."""
+    """Return the bytes of the float64 queries and keys that products in a narrower dtype also keep."""
     return 0 if dtype == torch.float64 else entries * _DOUBLE

@@ -20,8 +20,9 @@ __all__ = ["NormJacobian", "ScaleJacobian", "query_and_key_norms"]
 def query_and_key_norms(
     f: SelfAttention, x: Tensor, dtype: torch.dtype
 ) -> tuple[NormJacobian | None, NormJacobian | None]:
-    """Return the Jacobians of the norms of queries and of keys of an attention layer, None where it has none,
-    with a row for each token if a norm is over all heads side by side, else for each pair of token and head.
+    """Return the Jacobians of the norm layers of queries and of keys in an attention layer, or None for a
+    missing one. They act on a row for each pair of token and head, or for each token if the norm layer acts
+    on all heads together.
     """
 
     def at(norm: LayerNorm | RMSNorm | None, weight: Tensor, bias: Tensor | None) -> NormJacobian | None:
@@ -73,7 +74,7 @@ class NormJacobian(LinearOperator):
         return cls(f.weight.to(dtype), unit, factor, proved, centred=f.centred)
 
     def _symmetric(self, e: Tensor) -> Tensor:
-        """Multiply each token by the symmetric matrix (√d/s)(H − h hᵀ/s²): the Jacobian without the gains."""
+        """Multiply each token by (√d/s)(H − h hᵀ/s²), which is the Jacobian without the gains."""
         if self.centred:
             e = e - e.mean(dim=-1, keepdim=True)
         return self.factor * (e - self.unit * (self.unit * e).sum(dim=-1, keepdim=True))
@@ -85,7 +86,7 @@ class NormJacobian(LinearOperator):
         return self._symmetric(self.gain * u)
 
     def to(self, dtype: torch.dtype) -> NormJacobian:
-        """Return the Jacobian with products in another dtype, for which nothing about rounding is proved."""
+        """Return the Jacobian with products in another dtype, without proved bounds on rounding errors."""
         gain, unit, factor = (t.to(dtype) for t in (self.gain, self.unit, self.factor))
         return NormJacobian(gain, unit, factor, centred=self.centred)
 

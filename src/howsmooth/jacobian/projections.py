@@ -1,5 +1,5 @@
-"""The query, key, value and output matrices of an attention layer in the dtype of the products with its
-Jacobian.
+"""The query, key, value and output matrices of an attention layer, in the dtype in which products with its
+Jacobian are computed.
 
 A projection acts on each token by itself, so the tokens of many sequences can go through it in one product.
 """
@@ -24,7 +24,7 @@ _EXPECTED_STEPS = 32
 
 @dataclass(frozen=True, eq=False)
 class LayerMatrices:
-    """The matrices of one attention layer.
+    """The query, key, value and output matrices of one attention layer.
 
     The rows of ``weight`` are those of the queries, with the scale of the scores multiplied in, the keys and
     the values of all heads; a batch of single heads has one such matrix for each. ``output`` is W_O, or None
@@ -40,7 +40,7 @@ class LayerMatrices:
 
     @classmethod
     def of(cls, f: SelfAttention, dtype: torch.dtype, tokens: int) -> LayerMatrices:
-        """Return the matrices of a float64 layer in ``dtype``, for products of so many tokens."""
+        """Return the matrices of a float64 layer in ``dtype``, for products with ``tokens`` tokens."""
         parts = (f.scale * f.query, f.key, f.value)
         weight = torch.cat([part.to(dtype).flatten(0, 1) for part in parts])
         output = None if f.output is None else f.output.to(dtype)
@@ -49,22 +49,22 @@ class LayerMatrices:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The numbers of rows of queries, keys and values in ``weight``."""
+        """The numbers of rows that queries, keys and values have in the stacked matrix ``weight``."""
         f = self.attention
         return f.heads * f.key_dim, f.kv_heads * f.key_dim, f.kv_heads * f.value_dim
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The query, key and value matrices, as parts of ``weight``."""
+        """The query, key and value matrices, as parts of the stacked matrix ``weight``."""
         query, key, value = self.weight.split(self.sizes)
         return query, key, value
 
     def into(self, e: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch rows"]:
-        """Return tangents of queries, keys and values, for tangents ``e`` of the tokens."""
+        """Return tangents of queries, keys and values side by side, given tangents ``e`` of the tokens."""
         return e @ self.weight.mT
 
     def into_adjoint(self, rows: Float[Tensor, "*batch rows"]) -> Float[Tensor, "*batch d"]:
-        """Return the cotangent of the tokens, for cotangents of queries, keys and values."""
+        """Return the cotangent of the tokens, given cotangents of queries, keys and values side by side."""
         return rows @ self.weight
 
     def out(self, heads: Float[Tensor, "*batch d_heads"]) -> Float[Tensor, "*batch d_out"]:
@@ -78,7 +78,7 @@ class LayerMatrices:
     def through(
         self, heads: Float[Tensor, "*batch d_heads"]
     ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch d_heads"]]:
-        """Return |W_O h|² in float64 and W_OᵀW_O h for each token, with concatenated outputs h of heads."""
+        """Return |W_O h|² in float64 and W_OᵀW_O h for each token, whose heads have the outputs h."""
         if self.output_gram is None:
             image = self.out(heads)
             return torch.linalg.vector_norm(image, dim=-1).double().square(), self.out_adjoint(image)
@@ -105,7 +105,7 @@ class LayerMatrices:
 def projections(
     dtypes: Iterable[torch.dtype], tokens: int
 ) -> dict[torch.dtype, Callable[[SelfAttention], LayerMatrices]]:
-    """Return, for each dtype, the function that gives the matrices of a layer, each converted once, for
-    products of so many tokens.
+    """Return, for each dtype, a cached function that converts the matrices of an attention layer to that
+    dtype. They serve for products with ``tokens`` tokens at a time.
     """
     return {dtype: cache(partial(LayerMatrices.of, dtype=dtype, tokens=tokens)) for dtype in dtypes}

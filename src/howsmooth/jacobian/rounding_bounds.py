@@ -58,8 +58,8 @@ def norm_error(f: _Norm, x: Float[Tensor, "batch n d"], off: Off) -> ProductErro
 
 
 def _norm_slopes(f: _Norm, x: Tensor, off: Off) -> tuple[Off, Off]:
-    """Return, for each token, the bound (√d/s) max|γ| on the norm of the Jacobian of a norm layer, where γ
-    are the gains, and a bound on the relative error of this Jacobian.
+    """Return two bounds for each token: (√d/s) max|γ| on the norm of the Jacobian of a norm layer with gains
+    γ, and one on the relative error of this Jacobian.
     """
     s = f.direction_and_length(x)[1].squeeze(-1)
     moved = off + _centring(f, x)
@@ -70,7 +70,7 @@ def _norm_slopes(f: _Norm, x: Tensor, off: Off) -> tuple[Off, Off]:
 
 
 def _centring(f: _Norm, x: Tensor) -> Off:
-    """Return a bound on the rounding error of the mean that LayerNorm subtracts, and zero for RMSNorm."""
+    """Return a bound on the rounding error of the mean that LayerNorm subtracts. It is zero for RMSNorm."""
     size: Tensor = torch.linalg.vector_norm(x, dim=-1)
     return gamma(f.d + 4) * size if f.centred else torch.zeros_like(size)
 
@@ -102,8 +102,8 @@ def composed_error(outer: ProductError, inner: ProductError) -> ProductError:
 def image_off(
     f: TokenMap, x: Float[Tensor, "batch n d"], off: Off, norms: MatrixNorms, image: Tensor | None = None
 ) -> Off:
-    """Return a bound on the error of each token of the output f(x), which is computed in float64 from tokens
-    that are wrong by at most ``off``.
+    """Return a bound on the error of each token of the output f(x). The output is computed in float64 from
+    tokens whose errors are at most ``off``.
 
     ``image`` is the computed f(x), if the caller has it.
     """
@@ -131,8 +131,8 @@ def image_off(
 
 
 def _covered(error: Tensor, relative: Tensor) -> Tensor:
-    """Round up an error bound so that it covers terms of higher order; return infinity where the ``relative``
-    error is too large for the analysis to hold.
+    """Round up a first-order error bound so that it covers terms of higher order. It becomes infinite where
+    the ``relative`` error is too large for the analysis to hold.
     """
     return torch.where(relative < _LARGEST, up(error * (1 + 4 * relative)), math.inf)
 
@@ -142,9 +142,8 @@ def _covered(error: Tensor, relative: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Bounds on the rounding errors of the queries, keys or values of each token and of their derivative with
-    respect to the tokens.
-
+    """Bounds on the rounding errors of the queries, keys or values of each token, and of their derivative
+    with respect to the tokens.
     """
 
     off: Float[Tensor, "batch *rows"]  # of the error of each row
@@ -153,13 +152,13 @@ class _Rows:
     model: Float[Tensor, "batch kv_heads"]  # of its own error in the spectral norm; zero without a norm
 
     def times(self, factor: float) -> _Rows:
-        """Return the bounds after a rotation and a factor, of the norm ``factor`` together."""
+        """Return the bounds after a rotation and scaling that multiply norms by at most ``factor``."""
         slip = self.slip + gamma(8) * self.size
         return _Rows(factor * self.off, factor * self.size, factor * slip, factor * self.model)
 
 
 class AttentionRounding:
-    """Bounds on the rounding errors of a float64 attention layer and of its Jacobian at computed tokens."""
+    """Bounds on the rounding errors of a float64 attention layer and of its Jacobian at inexact tokens."""
 
     def __init__(self, f: SelfAttention, x: Tensor, off: Off, operands: Operands, norms: MatrixNorms) -> None:
         self.f = f
@@ -188,9 +187,7 @@ class AttentionRounding:
         return replace(rows, off=rows.off.unflatten(1, (f.kv_heads, -1)))
 
     def keys(self, *, shifted: bool) -> _Rows:
-        """Return bounds on the rounding errors of the keys, from which their mean is subtracted if
-        ``shifted``.
-        """
+        """Return bounds on the rounding errors of keys or, if ``shifted``, of keys minus their mean."""
         f = self.f
         if f.key_norm is None and f.rotary is None and shifted and f.softcap is None:
             return self._centred(f.key)
@@ -200,7 +197,7 @@ class AttentionRounding:
         return replace(rows, off=rows.off + 4 * U * torch.linalg.vector_norm(self.at.whole_keys, dim=-1))
 
     def values(self, *, shifted: bool) -> _Rows:
-        """Return bounds on the rounding errors of the values, likewise."""
+        """Return bounds on the rounding errors of values or, if ``shifted``, of values minus their mean."""
         if shifted:
             return self._centred(self.f.value)
         return self._rows(self.f.value, self.f.value_bias, None, self.off, self.length)
@@ -211,8 +208,8 @@ class AttentionRounding:
     def _rows(
         self, weight: Tensor, bias: Tensor | None, norm: _Norm | None, off: Tensor, length: Tensor
     ) -> _Rows:
-        """Return bounds on the rounding errors of W x + b, and of a norm layer after it, for each head and
-        token x, before rotations and scales. ``off`` and ``length`` are as for :meth:`_projected`.
+        """Return bounds on the rounding errors of W x + b, or of a norm layer after it, for each head and
+        token x. Rotations and scales come later; ``off`` and ``length`` are as for :meth:`_projected`.
         """
         heads, dim, d = weight.shape
         grouped = weight.reshape(self.f.kv_heads, -1, d)
@@ -250,7 +247,7 @@ class AttentionRounding:
     # ---- probabilities
 
     def score_off(self) -> Float[Tensor, "batch kv_heads group n"]:
-        """Return a bound on the rounding error of the scores of each query that are not negligible."""
+        """Return a bound on the rounding errors of each query's scores of non-negligible probability."""
         f, at = self.f, self.at
         q, keys = torch.linalg.vector_norm(at.q, dim=-1), self.keys(shifted=f.sinks is None)
         longest = torch.linalg.vector_norm(at.score_keys, dim=-1).amax(dim=-1)[..., None, None]
@@ -265,7 +262,7 @@ class AttentionRounding:
         return up(found + gamma(12) * added)
 
     def _largest_bias(self, reach: float) -> Tensor:
-        """Return the largest absolute score bias of each query, keys of negligible probability left out.
+        """Return the largest absolute score bias of each query over keys of non-negligible probability.
 
         ``reach`` bounds the difference of two scores of a row without bias, plus the range of exponents.
         """
@@ -282,7 +279,7 @@ class AttentionRounding:
     # ---- the bounds
 
     def image_off(self) -> Off:
-        """Return a bound on the error of each output token, computed in float64 from inexact tokens."""
+        """Return a bound on the float64 error of each output token, computed from inexact tokens."""
         f, at = self.f, self.at
         # The map itself forms scores from keys with their mean, but its Jacobian does not.
         keys = self.keys(shifted=False).off.amax(dim=-1)[..., None, None]
@@ -306,8 +303,8 @@ class AttentionRounding:
         return _covered(heads, relative.flatten(1, 2).amax(dim=1))
 
     def product_error(self, moments: Deviations, mean: Float[Tensor, "b m value_dim"]) -> ProductError:
-        """Return bounds on the rounding errors of products with the Jacobian, where ``mean`` are the outputs,
-        shifted as the values are.
+        """Return bounds on the rounding errors of products with the Jacobian of the layer. ``mean`` are the
+        outputs of the heads, minus the shift of the values.
 
         The derivative is the sum of three maps: from the tangents of queries, of keys and of values. Each is
         bounded by moments of P for each key head, and then multiplied by the bounds of its projection.
@@ -406,6 +403,6 @@ def _turn(f: SelfAttention) -> float:
 
 
 def _longest(rows: Tensor) -> Float[Tensor, " b"]:
-    """Return the largest norm of a row (batch, kv_heads, …, dim) of each sequence and key head."""
+    """Return the largest norm of a row (batch, kv_heads, …, dim) for each sequence and key head."""
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1).flatten(0, 1).flatten(1)
     return lengths.amax(dim=-1)

@@ -1,4 +1,4 @@
-"""Memory for temporary tiles of the attention matrix, which is reused by later tiles and later products."""
+"""Memory for temporary tiles of the attention matrix. Later tiles and later products use it again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _left = threading.local()
 
 
 class Scratch:
-    """Memory for the temporary tensors of one pass over all tiles.
+    """Memory for the temporary tensors of one pass over all tiles of the attention matrix.
 
     A small amount of memory is kept for the next pass of the same thread. Otherwise the system would take it
     back and map it again page by page, a tenth of the time of a product at two thousand tokens.
@@ -31,7 +31,7 @@ class Scratch:
         _left.memory = {}
 
     def empty(self, name: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor, in memory of that name if there is enough."""
+        """Return an uninitialised tensor, in the memory of an earlier one of this name if that suffices."""
         size, key = math.prod(shape), (name, dtype, device)
         held = self.memory.get(key)
         if held is None or len(held) < size:

@@ -1,5 +1,5 @@
-"""The derivative of softmax attention with respect to queries, keys and values, with the probabilities P kept
-in memory: one :class:`~howsmooth.jacobian.softmax_tile.Tile` of all queries and keys.
+"""The derivative of softmax attention with respect to queries, keys and values, with the attention
+probabilities P kept in memory.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class Sink:
     away: Float[Tensor, "b *rows value_dim"]
 
     def each(self, one: Callable[[Tensor], Tensor]) -> Sink:
-        """Return the sinks with ``one`` applied to every tensor."""
+        """Return a copy of the sinks, with the function ``one`` applied to every tensor."""
         return Sink(one(self.p), one(self.k), one(self.away))
 
     def of_rows(self, heads: slice, rows: slice) -> Sink:
-        """Return the part of a block of queries, from tensors of rows (b, group, m)."""
+        """Return the sinks for a block of queries, from tensors with the axes (b, group, m)."""
         return Sink(self.p[heads, :, rows], self.k[heads], self.away[heads, :, rows])
 
     def add_tangent(self, out: Tensor, dq: Tensor) -> None:
-        """Add to the tangents ``out`` of the outputs what the sinks contribute."""
+        """Add the contribution of the sinks to the tangents ``out`` of the attention outputs."""
         out.addcmul_((dq @ self._keys(dq).mT).mul_(self.p[..., None]), self.away)
 
     def add_adjoint(self, out: Tensor, do: Tensor) -> None:
-        """Add to the cotangents ``out`` of the queries what the sinks contribute."""
+        """Add the contribution of the sinks to the cotangents ``out`` of the queries."""
         moved = (do * self.away).sum(dim=-1, keepdim=True).mul_(self.p[..., None])
         out.addcmul_(moved, self._keys(out))
 
@@ -104,7 +104,7 @@ class SoftmaxDerivative(Tile):
         return found + 4.0 * torch.finfo(torch.float64).eps * (kappa + self.log_range)
 
     def product(self, dq: OfQueries, dk: OfKeys, dv: OfValues) -> OfOutputs:
-        """Return the tangent of the outputs, for tangents of the scaled queries, keys and values."""
+        """Return the tangent of the outputs, given tangents of the scaled queries, keys and values."""
         out, total = self.tangent(dq, dk, dv)
         # Σ_j T_ij (v_j − O_i), with the sum of T taken once instead of n differences.
         out.addcmul_(total, self.mean, value=-1)
@@ -113,7 +113,7 @@ class SoftmaxDerivative(Tile):
         return out
 
     def adjoint(self, do: OfOutputs) -> tuple[OfQueries, OfKeys, OfValues]:
-        """Return the cotangents of the scaled queries, keys and values, for a cotangent of the outputs."""
+        """Return cotangents of the scaled queries, keys and values, given a cotangent of the outputs."""
         # Σ_j P_ij ⟨do_i, v_j⟩ is ⟨do_i, O_i⟩, so no sum over n² numbers is needed.
         of_queries, of_keys = self.scores_adjoint(do, (do * self.mean).sum(dim=-1, keepdim=True))
         dq = torch.bmm(of_queries, self.k)
@@ -122,11 +122,11 @@ class SoftmaxDerivative(Tile):
         return dq, torch.bmm(of_keys.mT, self.q), torch.bmm(self.p.mT, do)
 
     def to(self, dtype: torch.dtype) -> SoftmaxDerivative:
-        """Return the derivative in another dtype, for which nothing about rounding is proved."""
+        """Return the derivative in another dtype, without proved bounds on rounding errors."""
         return self if dtype == self.q.dtype else self._each(lambda t: t.to(dtype))
 
     def select(self, rows: Tensor) -> SoftmaxDerivative:
-        """Return the derivative for the heads at the indices ``rows`` of the axis b."""
+        """Return the derivative of the heads with the indices ``rows`` along the first axis."""
         return self._each(lambda t: t[rows])
 
     def _each(self, one: Callable[[Tensor], Tensor]) -> SoftmaxDerivative:
@@ -143,8 +143,8 @@ class SoftmaxDerivative(Tile):
 def softmax_derivative(
     operands: Operands, visible: Bool[Tensor, "m n"] | None, dtype: torch.dtype
 ) -> SoftmaxDerivative:
-    """Return the derivative at float64 queries, keys and values, with products in ``dtype``. Probabilities
-    are formed in float64, one block of rows after the other, and stored in ``dtype``.
+    """Return the derivative of softmax attention at float64 queries, keys and values. Probabilities are
+    formed in float64, one block of rows after the other; they and the products are in ``dtype``.
     """
     q, k, score_keys, v = (t.flatten(0, 1) for t in (operands.q, operands.k, operands.score_keys, operands.v))
     heads, group, m, _ = q.shape
@@ -184,8 +184,8 @@ def softmax_derivative(
 def weighted_softmax_derivative(
     operands: Operands, visible: Bool[Tensor, "m n"] | None, weighting: Weighting, dtype: torch.dtype
 ) -> SoftmaxDerivative:
-    """Return the derivative at float64 queries, keys and values of the atoms of a measure, with products in
-    ``dtype``. All numbers are formed from logarithms, so that no weight is too small.
+    """Return the derivative of softmax attention at a measure, from the float64 queries, keys and values of
+    its atoms. Products are in ``dtype``; weights enter as logarithms, so that none is too small.
 
     Raise NonFiniteError if an entry √(a_i/a_j) P_ij is out of the range of ``dtype``.
     """
@@ -222,8 +222,9 @@ def outputs_and_sink(
     sink_p: Float[Tensor, "b *rows"],
     dtype: torch.dtype,
 ) -> tuple[Float[Tensor, "b *rows value_dim"], Sink | None]:
-    """Return the outputs, shifted as the values are, and the sinks in ``dtype``, from the averages of the
-    shifted values under P, ``total`` = Σ_j P_ij, and the probabilities of the sinks.
+    """Return the attention outputs minus the mean that was subtracted from the values, and the sinks in
+    ``dtype``. ``averages`` are the averages of the shifted values under P, ``total`` is Σ_j P_ij, and
+    ``sink_p`` the sinks' probability.
     """
     if operands.features.sinks is None:
         return averages, None
@@ -235,7 +236,7 @@ def outputs_and_sink(
 
 
 def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
-    """Return κ = max|q| max|k| over the heads of each sequence, in float64 on the CPU: no score is larger."""
+    """Return a bound κ on the scores of each sequence: the largest max|q| max|k| of a head (float64, CPU)."""
     longest_q, longest_k = (
         torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).flatten(1).amax(dim=-1).view(batch, -1)
         for t in (q, k)
@@ -245,7 +246,7 @@ def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
 
 
 def rounding_of(kappa: Float[Tensor, " batch"], dtype: torch.dtype) -> Float[Tensor, " batch"]:
-    """Estimate the relative error of the norm of the Jacobian of attention in ``dtype``, where no absolute
+    """Estimate the relative rounding error of the norm of an attention Jacobian in ``dtype``, if no absolute
     score exceeds ``kappa``.
     """
     return torch.finfo(dtype).eps * (32.0 + kappa / 25.0)

@@ -36,7 +36,8 @@ OfOutputs = Float[Tensor, "b m value_dim"]
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """A tile of any keys, in batches b of matrices. Products are summed in place.
+    """The derivative of softmax attention for some of the queries and some of the keys, in batches b of
+    matrices. Its products can be added to those of other tiles in place.
 
     At a measure with weights a_i, tangents are multiplied by √a_i (Definition C.4), and
     P̃_ij = √(a_i/a_j) P_ij takes the place of P before tangents of keys and values.
@@ -50,7 +51,6 @@ class Tile:
         P̃, which is P for a sequence of tokens.
     slope, slope_of_keys
         P∘D and P̃∘D. One tensor where they are equal, ``p`` itself without a cap.
-
     """
 
     q: OfQueries
@@ -68,7 +68,9 @@ class Tile:
         onto: tuple[Tensor, Tensor] | None = None,
         memory: Tensor | None = None,
     ) -> tuple[OfOutputs, Float[Tensor, "b m 1"]]:
-        """Return T v + P dv and rowsum(T), added to ``onto``; T is written to ``memory`` if that is given."""
+        """Return T v + P dv and the row sums of T, where T is P∘dS. If ``onto`` is given, both are added to
+        it. If ``memory`` is given, T is written to it.
+        """
         t = torch.bmm(dq, self.k.mT, out=memory)
         if self.slope_of_keys is self.slope:
             t.baddbmm_(self.q, dk.mT).mul_(self.slope)
@@ -82,7 +84,8 @@ class Tile:
     def scores_adjoint(
         self, u: OfOutputs, common: Float[Tensor, "b m 1"], memory: Tensor | None = None
     ) -> tuple[Float[Tensor, "b m n"], Float[Tensor, "b m n"]]:
-        """Return D∘G for the cotangents q̄ = (D∘G) k, and for k̄ = (D∘G)ᵀ q, given ⟨U, O⟩ as ``common``.
+        """Return two cotangents D∘G of the scores, one for the queries and one for the keys. ``common`` has
+        the row sums ⟨U, O⟩.
 
         The two differ at a measure only. The first is written to ``memory`` if that is given.
         """
@@ -96,7 +99,8 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class WholeRows:
-    """A tile of all keys of its rows. Tensors have the axes (…, group, rows, columns), of full length or 1.
+    """The derivatives of softmax attention for some of the queries and all of their keys. Tensors have the
+    axes (…, group, rows, columns), of full length or 1.
 
     In the methods ``d`` holds tangents by name, ``u`` is the cotangent U of the output, and ``du`` the
     tangent of ``u``; missing ones count as zero.
@@ -113,7 +117,6 @@ class WholeRows:
     dropout
         The constant matrix M, of the entries 0 and 1/(1 − p), by which dropout multiplies P where it meets
         the values; None without dropout. Then O = (P∘M) v, A = (U vᵀ)∘M and v̄ = (P∘M)ᵀ U.
-
     """
 
     x: Mapping[str, Tensor]
@@ -129,7 +132,7 @@ class WholeRows:
         return _over_keys(self._dropped(self.p), self.x["v"])
 
     def tangent(self, d: Mapping[str, Tensor]) -> Tensor:
-        """Return the tangent dO of the attention outputs."""
+        """Return the tangent dO of the attention outputs, given the tangents ``d`` of the inputs by name."""
         dp = self._dp(d, self._products_tangent(d))
         do = None if dp is None else _over_keys(self._dropped(dp), self.x["v"])
         if "v" in d:
@@ -137,7 +140,7 @@ class WholeRows:
         return torch.zeros_like(self.value()) if do is None else do
 
     def adjoint(self, u: Tensor, which: Sequence[str]) -> dict[str, Tensor]:
-        """Return the cotangents of the arguments of attention that ``which`` names."""
+        """Return the cotangents of the inputs named in ``which``, for the cotangent ``u`` of the outputs."""
         found: dict[str, Tensor] = {}
         if "v" in which:
             found["v"] = _over_rows(self._dropped(self.p), u)
@@ -159,7 +162,7 @@ class WholeRows:
     def second(
         self, u: Tensor, d: Mapping[str, Tensor], du: Tensor | None, which: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return how the results of :meth:`adjoint` change if the inputs move along ``d`` and U along ``du``.
+        """Return the change of :meth:`adjoint` if the inputs move along ``d`` and the cotangent along ``du``.
 
         The gradient of ⟨U, tangent⟩ = ⟨adjoint, dx⟩ in x is the derivative of the adjoint along dx. So these
         methods give every second derivative except forward over forward (documentation page "The Jacobian of
@@ -218,7 +221,7 @@ class WholeRows:
         return _sum(ds, _products(self.x["q"], d["k"])) if "k" in d else ds
 
     def _dp(self, d: Mapping[str, Tensor], ds: Tensor | None) -> Tensor | None:
-        """Return dP, or None if it is zero; ``ds`` is the tangent of s."""
+        """Return the tangent dP of probabilities, or None if it is zero; ``ds`` is the tangent of q kᵀ."""
         ds = None if ds is None else self._sloped(ds)
         for name in ("mask", "bias"):
             if name in d:
@@ -236,7 +239,7 @@ def derivative_in_own_query(
     k: Float[Tensor, "*heads n key_dim"],
     sink: tuple[Tensor, Tensor] | None = None,
 ) -> Float[Tensor, "*heads rows value_dim key_dim"]:
-    """Return Σ_j P_ij D_ij (v_j − O_i) k_jᵀ, the derivative of each output in its query; ``slope`` is P∘D.
+    """Return each output's derivative in its own query, Σ_j P_ij D_ij (v_j − O_i) k_jᵀ; ``slope`` is P∘D.
 
     ``sink`` are the probability and the shifted value of a sink in each row, whose own term is left out.
     """

@@ -87,15 +87,15 @@ class StreamedDerivative:
     moments: Deviations | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate what :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative` does: the same error, and κ
-        machine epsilons more if scores are formed in float32.
+        """Estimate, for each sequence, the relative rounding error of the norm of the attention Jacobian. If
+        scores are formed in float32, their bound κ times the machine epsilon is added to it.
         """
         eps = torch.finfo(self.q.dtype).eps
         single = 0.0 if self.exact is not None or self.q.dtype == torch.float64 else eps
         return rounding_of(self.kappa, self.q.dtype) + single * self.kappa
 
     def product(self, dq: OfQueries, dk: OfKeys, dv: OfValues) -> OfOutputs:
-        """Return the tangent of the outputs, for tangents of the scaled queries, keys and values."""
+        """Return the tangent of the outputs, given tangents of the scaled queries, keys and values."""
         dq = dq.view(self.q.shape)
         out, tiles = torch.empty_like(self.mean), _Tiles(self, keep=False)
         for block in tiles.blocks():
@@ -104,7 +104,7 @@ class StreamedDerivative:
         return out.flatten(1, 2)
 
     def adjoint(self, do: OfOutputs) -> tuple[OfQueries, OfKeys, OfValues]:
-        """Return the cotangents of the scaled queries, keys and values, for a cotangent of the outputs."""
+        """Return cotangents of the scaled queries, keys and values, given a cotangent of the outputs."""
         do = do.view(self.mean.shape)
         parts, tiles = _Cotangents(self), _Tiles(self, keep=False)
         for block in tiles.blocks():
@@ -115,8 +115,8 @@ class StreamedDerivative:
     def gram(
         self, dq: OfQueries, dk: OfKeys, dv: OfValues, through: Through
     ) -> tuple[OfQueries, OfKeys, OfValues]:
-        """Return Jᵀ(T(J(dq, dk, dv))) in one pass over blocks of rows, where T is ``through``, which must map
-        each row by itself.
+        """Return Jᵀ(T(J(dq, dk, dv))) for the derivative J of softmax attention, in one pass over blocks of
+        query rows. The function T, ``through``, must map each row by itself.
         """
         dq = dq.view(self.q.shape)
         parts, tiles = _Cotangents(self), _Tiles(self, keep=True)
@@ -133,7 +133,7 @@ class StreamedDerivative:
         return parts.taken()
 
     def select(self, rows: Tensor) -> StreamedDerivative:
-        """Return the derivative at sequences given by the indices ``rows`` of all of their heads."""
+        """Return the derivative at some sequences, given by the indices ``rows`` of all their heads."""
         members = rows[:: self.kv_heads] // self.kv_heads
         features = self.features
         return replace(
@@ -159,8 +159,8 @@ class StreamedDerivative:
 
 @dataclass(frozen=True)
 class _Scored:
-    """The queries and keys from which the scores of one block of rows are formed, and ``less``, log₂ of the
-    denominator of each row, which is subtracted from them in units of log 2.
+    """The queries and keys from which the scores of one block of query rows are computed. ``less`` is log₂ of
+    each row's softmax denominator, which is subtracted from the scores in units of log 2.
     """
 
     q: Float[Tensor, "b r key_dim"]
@@ -189,7 +189,7 @@ class _Cotangents:
     def add(
         self, block: RowBlock, keys: slice, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]
     ) -> None:
-        """Add left[0] @ right[0] and left[1] @ right[1] to the cotangents of a tile's keys and values."""
+        """Add left[i] @ right[i] to the cotangents of a tile's keys (i = 0) and of its values (i = 1)."""
         for parts, a, b in zip((self.keys, self.values), left, right, strict=True):
             product = None
             for batches, own in block.places(keys):
@@ -206,7 +206,7 @@ class _Cotangents:
                 place[..., first : first + b.shape[2]].add_(own_product)
 
     def taken(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sums as three tensors with one row for each token, and free the memory of the tiles."""
+        """Return the cotangents of queries, keys and values of all tokens, and free the tiles' memory."""
         return self.queries.flatten(1, 2), self._rows(self.keys), self._rows(self.values)
 
     def _rows(self, parts: list[Tensor]) -> Tensor:
@@ -220,8 +220,8 @@ class _Cotangents:
 
 
 class _Tiles:
-    """One pass over all tiles. With ``keep``, :meth:`product` keeps its tiles for :meth:`add_adjoint`, which
-    then takes blocks in the same order.
+    """One pass over all tiles of the attention matrix. With ``keep``, :meth:`product` keeps its tiles for
+    :meth:`add_adjoint`, which must then get the same blocks in the same order.
     """
 
     def __init__(self, at: StreamedDerivative, *, keep: bool) -> None:
@@ -250,7 +250,7 @@ class _Tiles:
     def add_adjoint(
         self, block: RowBlock, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> None:
-        """Write the cotangents of the queries of one block to ``parts``, and add those of keys and values."""
+        """Write the cotangents of a block's queries to ``parts``; add those of keys and values to it."""
         out = self._of_pieces(
             block, lambda piece: self._cotangent(piece, piece.block.part_of(do, block), parts)
         )
@@ -261,7 +261,7 @@ class _Tiles:
     def _of_pieces(
         self, block: RowBlock, of_piece: Callable[[Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
-        """Return the sum of what ``of_piece`` returns for all pieces of one block of query rows."""
+        """Apply ``of_piece`` to each piece of one block of query rows, and return the sum of the results."""
         group, out = self.at.q.shape[1], None
         for piece in self.tiling.pieces(block):
             part = piece.block.grid(of_piece(piece), group)
@@ -295,8 +295,8 @@ class _Tiles:
     def _cotangent(
         self, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> Float[Tensor, "b r key_dim"]:
-        """Return what the keys of one piece contribute to the cotangents of its queries; add to ``parts``
-        those of keys and values.
+        """Return what the keys of one piece contribute to the cotangents of its queries. The cotangents of
+        the keys and values are added to ``parts``.
         """
         at, block = self.at, piece.block
         q, mean = block.of_rows(at.q), block.of_rows(at.mean)
@@ -315,7 +315,7 @@ class _Tiles:
         return out
 
     def _keys(self, t: Float[Tensor, "heads n width"], block: RowBlock, keys: slice) -> Tensor:
-        """Return the rows of a range of keys, as a view that is made once and kept."""
+        """Return the rows of ``t`` that belong to a range of keys, as a cached view."""
         name = (id(t), keys.start, keys.stop, *block.keys_of)
         view = self.views.get(name)
         if view is None:
@@ -323,7 +323,7 @@ class _Tiles:
         return view
 
     def _tile(self, place: int, block: RowBlock, keys: slice, q: Tensor, scored: _Scored) -> Tile | None:
-        """Form one tile of P in the memory ``place``, or return None if all of its keys are hidden."""
+        """Form the tile of P for a range of keys in the memory ``place``; return None if a mask hides it."""
         at = self.at
         # Scores in the dtype of the products are turned into P in place, so they need the memory of the tile.
         # Float64 scores of float32 products are temporary, and share one memory.
@@ -350,8 +350,8 @@ class _Tiles:
     def _scores(
         self, place: int, block: RowBlock, keys: slice, scored: _Scored
     ) -> tuple[Float[Tensor, "b r keys"], Tensor | None] | None:
-        """Return the scores of one tile times log₂ e, less ``scored.less``, without the rules of
-        ``visibility``, and the derivative of a soft cap; or None if a mask hides the whole tile.
+        """Return the scores of one tile times log₂ e, minus ``scored.less``, and the derivative of a soft
+        cap. Return None if a mask hides the whole tile. Other rules of ``visibility`` are not yet applied.
         """
         at = self.at
         features, mask = at.features.block(block.heads, at.kv_heads, block.rows, keys), at.visibility.mask
@@ -379,9 +379,11 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Write log Σ_j e^{S_ij}, the averages Σ_j P_ij t_j of the rows t_j of ``table``, and the
-        probabilities of the sinks to the block's part of ``lse``, ``averages`` and ``sink_p``. Running sums
-        are scaled when a row finds a larger score.
+        """Compute the softmax of a block of query rows. Write the logs of its denominators Σ_j e^{S_ij} to
+        ``lse``, the averages Σ_j P_ij t_j of the rows of ``table`` to ``averages``, and the sinks'
+        probabilities to ``sink_p``.
+
+        Running sums are scaled when a row finds a larger score.
         """
         at, sinks = self.at, self.at.features.sinks
         q, v = at.q[block.heads, :, block.rows], table[block.heads]
@@ -432,7 +434,7 @@ class _Tiles:
 
 
 def streamed_derivative(operands: Operands, visibility: Visibility, dtype: torch.dtype) -> StreamedDerivative:
-    """Return the derivative at float64 queries, keys and values, with products in ``dtype``.
+    """Return attention's derivative at float64 queries, keys and values; products in ``dtype`` recompute P.
 
     Every query must see a key or have a sink.
     """

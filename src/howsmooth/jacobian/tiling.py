@@ -55,7 +55,7 @@ def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tupl
 
 def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.device, *, capped: bool) -> int:
     """Return an upper bound on the bytes of all tiles that are in memory at once, for probabilities of
-    ``itemsize`` bytes. A cap needs P∘D beside P. Scores are counted in float64.
+    ``itemsize`` bytes. With a soft cap P∘D is stored as well as P. Scores are counted as float64.
     """
     _, rows, columns = _tile_shape(heads, n, itemsize, device)
     kept, formed = (2 if capped else 1) * n * itemsize, 4 * columns * 8
@@ -63,8 +63,8 @@ def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.devic
 
 
 def parts_for_threads(kv_heads: int, device: torch.device) -> int:
-    """Return the number of equal parts into which the query rows of one head are cut: 1 unless there is a
-    single key head, on a CPU with two to four threads, of which each then has a part.
+    """Return the number of equal parts into which the query rows of one head are cut. It is the number of
+    threads if there is a single key head on a CPU with at most four threads, and otherwise 1.
 
     The threads share one matrix product with few columns badly, because each writes memory that another reads
     next. Parts of the rows make a batch of products instead, each with its own cotangents of all keys.
@@ -74,7 +74,7 @@ def parts_for_threads(kv_heads: int, device: torch.device) -> int:
 
 
 def shifted(rows: slice, by: int) -> slice:
-    """Return ``rows`` shifted by ``by``."""
+    """Return the range ``rows`` moved by ``by`` positions."""
     return slice(rows.start + by, rows.stop + by)
 
 
@@ -92,12 +92,12 @@ class RowBlock:
 
     @property
     def length(self) -> int:
-        """The number of query rows."""
+        """The number of query rows in this block."""
         return int(self.rows.stop - self.rows.start)
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """A tuple that is equal for blocks with the same keys."""
+        """A tuple that is equal for two blocks if they use the same keys."""
         return self.heads.start, self.heads.stop, self.batches
 
     def cut(self, heads: int) -> list[RowBlock]:
@@ -106,17 +106,17 @@ class RowBlock:
         return [replace(self, heads=slice(i, min(i + heads, last))) for i in range(first, last, heads)]
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the rows of this block's queries."""
+        """Return the rows of ``t`` that belong to this block's queries."""
         t = t[self.heads, :, self.rows]
         return t.reshape(t.shape[0] * self.batches, -1, t.shape[-1])
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return the rows of a range of keys, for the heads of this block."""
+        """Return the rows of ``t`` that belong to a range of keys, for the heads of this block."""
         t = t[self.heads, keys]
         return t if self.batches == 1 else t.expand(self.batches, -1, -1)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "heads group rows width"]:
-        """Undo the flattening of :meth:`of_rows`."""
+        """Reshape matrices of :meth:`of_rows` to the axes (heads, group, rows, width)."""
         return t.view(self.heads.stop - self.heads.start, group, self.length, t.shape[-1])
 
     def part_of(self, t: Tensor, block: RowBlock) -> Tensor:
@@ -124,13 +124,15 @@ class RowBlock:
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return which products of a batched one have which keys of the sequence, for a range of keys."""
+        """Return which matrices of a batched product belong to which range of keys in the whole sequence, as
+        pairs. In a plain block all belong to ``keys``.
+        """
         return [(slice(self.batches), keys)]
 
 
 @dataclass(frozen=True)
 class DiagonalSquares(RowBlock):
-    """The same range of rows in each of several equal squares on the causal diagonal, one for each thread.
+    """The same range of query rows in several equal squares on the causal diagonal, one for each thread.
 
     ``rows`` and keys are numbered from the first row and key of their square. The first square begins at row
     and key ``origin``; each has ``side`` rows and keys.
@@ -141,21 +143,21 @@ class DiagonalSquares(RowBlock):
 
     @property
     def keys_of(self) -> tuple[int, ...]:
-        """The same for squares."""
+        """A tuple that is equal for two sets of squares if they use the same keys."""
         return *super().keys_of, self.origin, self.side
 
     def of_rows(self, t: Float[Tensor, "heads group m width"]) -> Float[Tensor, "b r width"]:
-        """Return the rows of the queries in each square."""
+        """Return the rows of ``t`` that belong to the queries of each square."""
         start, _, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.origin, self.rows, row, entry)
 
     def of_keys(self, t: Float[Tensor, "heads n width"], keys: slice) -> Float[Tensor, "b keys width"]:
-        """Return the rows of a range of keys in each square."""
+        """Return the rows of ``t`` that belong to a range of keys in each square."""
         start, row, entry = t.stride()
         return self._strips(t, self.heads.start * start, self.origin, keys, row, entry)
 
     def grid(self, t: Float[Tensor, "b r width"], group: int) -> Float[Tensor, "b 1 r width"]:
-        """Undo the flattening of :meth:`of_rows`: there is one query head."""
+        """Insert an axis of length one for query heads, because squares have a single query head."""
         return t.unsqueeze(1)
 
     def part_of(self, t: Tensor, block: RowBlock) -> Tensor:
@@ -164,14 +166,14 @@ class DiagonalSquares(RowBlock):
         return self._strips(t, 0, self.origin - block.rows.start, self.rows, row, entry).unsqueeze(1)
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return, for each square, its number and the keys of the whole sequence."""
+        """Return the number of each square, and where its range of ``keys`` lies in the whole sequence."""
         return [(i, shifted(keys, self.origin + i * self.side)) for i in range(self.batches)]
 
     def _strips(
         self, t: Tensor, start: int, origin: int, own: slice, row: int, entry: int
     ) -> Float[Tensor, "b own width"]:
-        """Return the rows ``own`` of each square as one view of ``t``, whose strides are ``row`` and
-        ``entry``, from the row ``origin`` of the head that begins at ``start`` on.
+        """Return the rows ``own`` of each square as one view of ``t`` with strides ``row`` and ``entry``. The
+        squares begin at row ``origin`` of the head that begins at offset ``start``.
         """
         # One operation instead of four: at 2048 tokens the time to start operations matters.
         shape, strides = (self.batches, own.stop - own.start, t.shape[-1]), (self.side * row, row, entry)
@@ -187,7 +189,7 @@ class Piece:
 
     @property
     def pairs(self) -> int:
-        """The number of probabilities that are computed for one head."""
+        """The number of probabilities that are computed for one head of this piece."""
         squares = self.block.batches if isinstance(self.block, DiagonalSquares) else 1
         return int(squares * self.block.length * sum(keys.stop - keys.start for keys in self.keys))
 
@@ -213,7 +215,7 @@ class Tiling:
 
     @cached_property
     def columns(self) -> int:
-        """The most keys of a tile, which begins and ends at multiples of it, or where the seen keys do."""
+        """The largest number of keys in a tile. Tiles end at its multiples, and where visible keys end."""
         return _tile_shape(1, self.n, self.itemsize, self.device)[2]
 
     @property
@@ -222,7 +224,7 @@ class Tiling:
         return parts_for_threads(self.kv_heads, self.device)
 
     def blocks(self) -> Iterator[RowBlock]:
-        """Yield blocks that cover all scores, each for all key heads of one sequence."""
+        """Yield blocks of query rows that cover all scores. Each block has all key heads of one sequence."""
         window = self.visibility.window
         # Keys that a block of rows sees, roughly: their tiles are kept between J and Jᵀ.
         reach = self.n if window is None else min(self.n, 2 * window + _COLUMNS["cpu"])
@@ -249,8 +251,8 @@ class Tiling:
         return [self._block(block.heads, i, min(i + length, last)) for i in range(first, last, length)]
 
     def pieces(self, block: RowBlock) -> list[Piece]:
-        """Divide a block of query rows into pieces, such that few masked scores are computed: one with the
-        keys that all of its rows see, and one for each strip of rows, with the further keys that these see.
+        """Divide a block of query rows into pieces so that few masked scores are computed. One piece has the
+        keys that all rows see; each strip of rows has a further piece with the other keys that its rows see.
         """
         strips = self.strips(block)
         # Squares at the diagonal, one for each thread, preceded by the keys before the block's first row.
@@ -294,7 +296,7 @@ class Tiling:
         return below + [Piece(strip, self.tiles(slice(0, strip.rows.stop))) for strip in squares]
 
     def tiles(self, keys: slice) -> list[slice]:
-        """Divide a range of keys into the ranges of tiles."""
+        """Divide a range of keys into one range for each tile."""
         # The cuts are at multiples of ``columns``, so all blocks of rows add to the same tiles of cotangents.
         edges = range(keys.start // self.columns * self.columns, keys.stop, self.columns)
         return [slice(max(i, keys.start), min(i + self.columns, keys.stop)) for i in edges]

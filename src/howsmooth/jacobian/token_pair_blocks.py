@@ -107,7 +107,7 @@ class DenseBlocks(LinearOperator):
         return u @ self.matrices
 
     def select(self, members: Tensor) -> DenseBlocks:
-        """Return the blocks of the chosen pairs."""
+        """Return the blocks of the chosen pairs of tokens."""
         return DenseBlocks(self.matrices[members.to(self.device)])
 
 
@@ -115,7 +115,7 @@ class DenseBlocks(LinearOperator):
 
 
 def _diagonal(f: TokenMap, x: Float[Tensor, "n d"]) -> TokenBlocks:
-    """Return the blocks of a map that acts on each token separately: zero for i ≠ j."""
+    """Return the blocks J_ij of a map that acts on each token separately. They are zero for i ≠ j."""
 
     @cache
     def made(dtype: torch.dtype) -> LinearOperator:
@@ -136,8 +136,8 @@ def _residual(inner: TokenBlocks) -> TokenBlocks:
 
 
 def _composed(outer: TokenBlocks, inner: TokenBlocks, *, mixes_last: bool) -> TokenBlocks:
-    """Return the blocks of a composition of two maps, of which the inner one acts on each token separately
-    if ``mixes_last``, and otherwise the outer one.
+    """Return the blocks J_ij of a composition of two maps, one of which acts on each token separately. This
+    is the inner map if ``mixes_last``, and otherwise the outer map.
     """
 
     def tile(i: Tensor, j: Tensor, factor: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
@@ -198,8 +198,9 @@ class _AttentionBlocks:
         return found
 
     def _read(self, i: Tensor, j: Tensor) -> tuple[Int[Tensor, " pairs"], Float[Tensor, "owners heads d"]]:
-        """Return, for each head, the distinct gradients b_ij of scores with respect to token j, and their
-        indices for the pairs. Without rotary positions and a norm of the keys, b_ij is the same for all j.
+        """Return for each pair (i, j) an index into a table of gradients, and the table. It has the gradients
+        b_ij of all heads' scores with respect to token j, which are the same for all j without rotary
+        positions and key norms.
         """
         f = self._f
         if f.rotary is None and f.key_norm is None:
@@ -235,7 +236,7 @@ class _AttentionBlocks:
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """The derivatives of norm and rotation after a query or key projection, at a token of each pair."""
+    """Derivatives of the norm and rotation that follow a query or key projection, at some tokens."""
 
     norm: NormJacobian | None
     rotary: Rotary | None
@@ -249,8 +250,8 @@ class _Placed:
         tokens: Int[Tensor, " pairs"],
         heads: Int[Tensor, " heads"] | None = None,
     ) -> _Placed:
-        """Return the derivatives at the given tokens. The rows of ``norm`` are all n tokens, or pairs of
-        token and head, of which ``heads`` chooses some.
+        """Return the derivatives at the given tokens. The rows of ``norm`` belong to all n tokens, or to
+        pairs of token and head; in the second case ``heads`` chooses heads.
         """
         if norm is not None:
             unit, factor = (t.view(n, -1, t.shape[-1])[tokens] for t in (norm.unit, norm.factor))
@@ -301,7 +302,7 @@ class _OwnQuery:
 
 
 class _AttentionTile(LinearOperator):
-    """The blocks of multi-head self-attention for a group of pairs.
+    """The blocks J_ij of the Jacobian of multi-head self-attention, for a group of pairs of tokens (i, j).
 
     For each head, ``p`` is P_ij and ``moved`` P_ij D_ij (v_j − O_i); ``read`` has the distinct vectors b_ij,
     and ``owners`` the index of each pair's. ``own`` is the further term of blocks on the diagonal.
@@ -337,7 +338,7 @@ class _AttentionTile(LinearOperator):
         return energy, self._heads_adjoint(through.view_as(self.moved))[:, None]
 
     def _heads(self, e: Float[Tensor, "pairs d"]) -> Float[Tensor, "pairs heads value_dim"]:
-        """Return the tangents of the head outputs at tokens i, for tangents of the tokens j."""
+        """Return the tangents of the head outputs at tokens i, given tangents ``e`` of the tokens j."""
         f, (query, _, value) = self.projection.attention, self.projection.parts
         v = (e @ value.mT).view(len(e), f.kv_heads, 1, f.value_dim)
         p = self.p.view(len(e), f.kv_heads, -1, 1)
@@ -351,7 +352,7 @@ class _AttentionTile(LinearOperator):
         return e if self.own is None else e.addmm_(self.own.adjoint(z), query)
 
     def _scores(self, e: Float[Tensor, "pairs d"]) -> Float[Tensor, "pairs heads"]:
-        """Return ⟨b_ij, e_j⟩, the tangents of the scores."""
+        """Return the tangents ⟨b_ij, e_j⟩ of the scores, given tangents ``e`` of the tokens j."""
         if self._counts is None:
             return (self._b @ e[..., None])[..., 0]
         return torch.cat([part @ b.mT for part, b in zip(e.split(self._counts), self._b, strict=True)])
@@ -367,7 +368,6 @@ class _AttentionTile(LinearOperator):
         return e
 
     def select(self, members: Tensor) -> _AttentionTile:
-        """Return the blocks of the chosen pairs."""
         members = members.to(self.device)
         own = None if self.own is None else self.own.select(members)
         p, moved, owners = (t[members] for t in (self.p, self.moved, self.owners))

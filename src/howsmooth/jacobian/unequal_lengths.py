@@ -34,8 +34,8 @@ __all__ = ["energy_products_together", "filled", "joined_jacobian", "shares_prod
 
 
 def shares_products(f: Callable[[Tensor], Tensor]) -> bool:
-    """Return True if sequences of different lengths share matrix products in the Jacobian of ``f``: if it has
-    an attention layer.
+    """Return True if the map ``f`` has an attention layer. Then its Jacobians at sequences of different
+    lengths can share matrix products.
     """
     return any(isinstance(layer, SelfAttention) for layer in layers(f))
 
@@ -80,7 +80,7 @@ def _products(
 
 
 def _heads(attention: Sequence[AttentionJacobian], vectors: Sequence[Tensor]) -> Tensor:
-    """Return the tangents of the heads' outputs, with a row for each token of each sequence."""
+    """Return the tangents of the heads' outputs in all sequences, with one row for each token."""
     projection = attention[0].projection
     rows = projection.into(_packed(vectors))
     heads = rows.new_empty(len(rows), projection.attention.heads * projection.attention.value_dim)
@@ -92,7 +92,7 @@ def _heads(attention: Sequence[AttentionJacobian], vectors: Sequence[Tensor]) ->
 def _heads_adjoint(
     attention: Sequence[AttentionJacobian], heads: Tensor, vectors: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the cotangents of the tokens of each sequence, in the shapes of ``vectors``."""
+    """Return the cotangents of each sequence's tokens, for cotangents ``heads`` of the heads' outputs."""
     projection = attention[0].projection
     rows = heads.new_empty(len(heads), sum(projection.sizes))
     for op, part, out in zip(attention, _unpacked(heads, vectors), _unpacked(rows, vectors), strict=True):

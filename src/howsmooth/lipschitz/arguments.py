@@ -140,7 +140,7 @@ def _check_tokens(
 
 
 def _check_sequence(x: object, first: object) -> None:
-    """Raise ArgumentError unless ``x`` is a sequence of the dtype and device of the ``first`` in a list."""
+    """Raise ArgumentError unless ``x`` is a sequence of tokens with the dtype and device of ``first``."""
     assert isinstance(x, Tensor)
     assert isinstance(first, Tensor)
     if x.ndim != 2:

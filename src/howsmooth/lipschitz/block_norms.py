@@ -52,7 +52,7 @@ class BlockNorms:
 
     @classmethod
     def zeros(cls, outputs: int, n: int) -> BlockNorms:
-        """Return a table in which nothing is measured yet; :meth:`write` fills it."""
+        """Return a table of zeros, into which :meth:`write` writes the measured norms."""
         value, lower, upper = torch.zeros(3, outputs, n, dtype=torch.float64)
         steps = torch.zeros(outputs, n, dtype=torch.int64)
         return cls(value, lower, upper, torch.ones(outputs, n, dtype=torch.bool), steps)
@@ -67,10 +67,11 @@ class BlockNorms:
         factor: Float[Tensor, " pairs"] | float = 1.0,
         jacobian: LinearOperator | None = None,
     ) -> None:
-        """Store the spectral norms of some blocks ∂y_i/∂x_j in the table. The argument ``found`` has
-        the singular values of ``factor`` times these blocks, or of blocks of the scaled ``jacobian``.
+        """Store the spectral norms of some blocks ∂y_i/∂x_j in the table. They are computed from the singular
+        values ``found`` for these blocks after scaling.
 
-        Intervals are widened by ``error`` on each side.
+        The blocks were multiplied by ``factor``, or are those of the scaled ``jacobian``. Intervals are
+        widened by ``error`` on each side.
         """
         limits = found.sigma, (found.lower - error).clamp_min(0.0), found.upper + error
         if isinstance(jacobian, Scaled):
@@ -180,9 +181,7 @@ def _of_tile(
     members: Sequence[int],
     solver: Solver,
 ) -> tuple[LeadingTriplet, Float[Tensor, " pairs"]]:
-    """Return the largest singular value of each block J_ij in a group of pairs, with singular vectors and the
-    rounding error.
-    """
+    """Return the largest singular value of each block J_ij in a group of pairs, and the rounding error."""
     exact, single = blocks.tile(i, j, factor, (torch.float64, torch.float32))
     found = solver.alone(exact if dtype == torch.float64 else CheckedProducts(single, exact), members)
     # J v in float64 is σ times the left vector. Its rounding to float32 makes the difference a little larger.
@@ -196,7 +195,8 @@ def _of_tile(
 
 
 def _groups(n: int, d: int, d_out: int, outputs: int, dtype: torch.dtype) -> tuple[bool, list[range]]:
-    """Tell whether blocks are formed from columns of the Jacobian, and which output tokens at once.
+    """Divide the output tokens into groups that are measured together. Also decide whether their blocks are
+    formed from columns of the Jacobian.
 
     A product with J gives a column of the blocks of all output tokens, of which a group is kept whose blocks
     of one input token fit into memory.
@@ -256,7 +256,7 @@ Blocks = tuple[int, Int[Tensor, " tokens"], Float[Tensor, "tokens d_out d"]]
 def _rows(
     jacobian: LinearOperator, outputs: Int[Tensor, " one"], told: Callable[[float], None]
 ) -> Iterator[Blocks]:
-    """Yield the blocks ∂y_i/∂x_j of one output token ``i`` and all input tokens."""
+    """Yield the blocks ∂y_i/∂x_j of a single output token i and all input tokens j, together."""
     width = jacobian.out_shape[-1]
     (i,) = outputs.tolist()
 
@@ -272,7 +272,7 @@ def _rows(
 def _columns(
     jacobian: LinearOperator, outputs: Int[Tensor, " outputs"], told: Callable[[float], None]
 ) -> Iterator[Blocks]:
-    """Yield the blocks ∂y_i/∂x_j of some output tokens, of one pair of tokens at a time."""
+    """Yield the blocks ∂y_i/∂x_j of some output tokens i and all input tokens j, one by one."""
     n, d = jacobian.in_shape
 
     def column(c: Tensor) -> Tensor:
@@ -296,8 +296,8 @@ def _products(
     numbers: Int[Tensor, " products"],
     told: Callable[[float], None],
 ) -> Float[Tensor, "products *shape"]:
-    """Compute the columns or rows of a Jacobian with the given numbers, several at the same time if the
-    map allows it.
+    """Compute the columns or rows of a Jacobian that have the given numbers, several at a time if the map
+    allows it.
 
     ``product`` maps the number of a column or row to it.
     """

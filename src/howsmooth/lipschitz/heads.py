@@ -113,8 +113,8 @@ def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dic
 
 
 class _InTokens(CheckedProducts):
-    """The Jacobians of all heads in float32, in the coordinates of the subspaces on which the heads depend,
-    checked by those with respect to the tokens.
+    """Float32 Jacobians of all heads, checked by float64 ones. The float32 ones take coordinates of the
+    subspace on which a head depends, the float64 ones take tokens.
 
     With J_h in the coordinates of the basis B_h, the Jacobian of head h is E ↦ J_h(E B_h).
     """
@@ -164,9 +164,7 @@ class HeadsJacobian(AttentionJacobian):
 
     @classmethod
     def _with(cls, whole: AttentionJacobian, weight: Float[Tensor, "heads rows d"]) -> HeadsJacobian:
-        """Return a copy of the Jacobians ``whole`` with the query, key and value matrices of each head
-        replaced by ``weight``.
-        """
+        """Return the Jacobians ``whole`` with ``weight`` as query, key and value matrices of each head."""
         projection = replace(whole.projection, weight=weight)
         return cls(whole.core, projection, whole.norms, whole.proved)
 

@@ -176,7 +176,7 @@ def local_lipschitz(
 
 
 def _by_batch(parts: Sequence[Part], lead: torch.Size) -> dict[str, Any]:
-    """Join the results of the members of a batch, which come in their order, along its axes ``lead``."""
+    """Join the results for the members of a batch, and give them the batch axes ``lead``."""
     joined = {
         name: torch.cat([getattr(found, field) for _, found in parts]) for name, field in FIELDS.items()
     }
@@ -184,7 +184,7 @@ def _by_batch(parts: Sequence[Part], lead: torch.Size) -> dict[str, Any]:
 
 
 def _by_sequence(parts: Sequence[Part], lengths: Sequence[int]) -> dict[str, Any]:
-    """Put the results of several sequences, of which a part has those of some lengths, in the given order."""
+    """Join results that come sorted by the lengths of sequences, in the original order of the sequences."""
     rows = {i: (found, row) for numbers, found in parts for row, i in enumerate(numbers)}
     found: dict[str, Any] = {}
     for name, field in FIELDS.items():

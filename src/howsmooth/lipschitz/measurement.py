@@ -1,4 +1,4 @@
-"""The singular values of Jacobians in closed form, by automatic differentiation, and at a measure.
+"""Measurement of the largest singular values of Jacobians: in closed form, by autodiff, or at a measure.
 
 Float32 products take half the time of float64 ones. So a float32 Jacobian is iterated, and the same in
 float64 is around it and checks the result (:mod:`howsmooth.spectral.checked_products`).
@@ -67,8 +67,8 @@ def closed_forms(
 def _kept(
     double: TokenMap, members: Sequence[Tensor] | Tensor, lots: Sequence[Sequence[int]]
 ) -> list[LinearOperator]:
-    """Return the Jacobians of one map at the sequences of each group, as one batched operator for each group,
-    which keeps the attention probabilities in memory.
+    """Return the Jacobians of one map with attention probabilities kept in memory, as one batched operator
+    for each group of sequences.
 
     Each item of ``lots`` is a group, as indices of sequences sorted by length. Sequences of one length are
     linearised together.
@@ -91,8 +91,8 @@ def _kept(
 
 
 def _streamed(double: TokenMap, x: Tensor, rtol: float, budget: int) -> LinearOperator:
-    """Return the Jacobian of one map at one sequence, which keeps no n × n matrices of attention
-    probabilities in memory.
+    """Return the Jacobian of one map at one sequence, as an operator that keeps no n × n matrices of
+    attention probabilities in memory.
 
     The operators in float32 and in float64 are not in memory at the same time.
     """
@@ -119,13 +119,13 @@ def measured(
     closed: bool,
     rows_are_tokens: bool,
 ) -> tuple[list[Part], bool]:
-    """Measure the Lipschitz constants of a map at its inputs ``members``, which are a batch of the shape
-    ``lead`` or, where that is None, a list of sequences; or at the measure with a ``weighting`` of the rows
-    of the only member.
+    """Measure the Lipschitz constant of a map at each input in ``members``. These are a batch of the shape
+    ``lead``, or a list of sequences if ``lead`` is None.
 
-    The Jacobian is in closed form if ``closed``, and else by automatic differentiation. Unless
-    ``rows_are_tokens``, a map that acts on each row of its input by itself is refused. The second value is
-    False if float32 results could not be checked in float64, as the ``budget`` of bytes has no room for it.
+    With a ``weighting``, the rows of the only member are the atoms of a measure. The Jacobian is in closed
+    form if ``closed``, and else by automatic differentiation. Unless ``rows_are_tokens``, a map that acts on
+    each row of its input by itself is refused. The second value is False if float32 results could not be
+    checked in float64, as the ``budget`` of bytes has no room for it.
     """
     if closed and weighting is None:
         return closed_forms(in_double(f), members, solver, budget), True

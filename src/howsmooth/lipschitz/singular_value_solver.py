@@ -96,8 +96,8 @@ class Solver:
         device: torch.device,
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Draw one Gaussian start vector of the given shape for each of the sequences ``members``, filled up
-        with zero tokens where their ``lengths`` are less than that of the shape.
+        """Draw a Gaussian start vector of the given shape for each of the sequences ``members``. If
+        ``lengths`` are given, the tokens of a start from its length on are zero.
 
         They are drawn on the CPU in float64, so that every device and dtype has the same starts.
         """

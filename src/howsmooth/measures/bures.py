@@ -119,9 +119,7 @@ class _Spectrum:
 
     @property
     def least(self) -> float:
-        """The smallest eigenvalue of the covariance matrix minus its rounding error, or zero if the matrix
-        may be singular.
-        """
+        """The smallest eigenvalue minus its rounding error, or zero if the covariance may be singular."""
         return max(float(self.values[0]) - self.error, 0.0)
 
     @property

@@ -124,9 +124,7 @@ class DiscreteMeasure(AbstractMeasure):
 
     @property
     def weights(self) -> Float[Tensor, " n"]:
-        """The weights of the atoms in float64, where weights below about 1e-308 lose digits or
-        become zero.
-        """
+        """The weights of the atoms in float64. Weights below about 1e-308 lose digits or become zero."""
         return self.log_weights.exp()
 
     @property
@@ -149,9 +147,7 @@ class DiscreteMeasure(AbstractMeasure):
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> DiscreteMeasure:
-        """Return the measure with its atoms in another dtype or on another device; the weights stay in
-        float64.
-        """
+        """Return the measure with atoms in another dtype or on another device; weights stay in float64."""
         weighting = self._weighting().to(device=device)
         return self._rebuilt(self.points.to(dtype=dtype, device=device), weighting)
 
@@ -270,9 +266,7 @@ def _check_points(points: object, name: str = "points") -> Tensor:
 
 
 def _check_vector(name: str, value: object, points: Tensor) -> Tensor:
-    """Return ``value`` after checking that it is a tensor with one finite number for each atom of a
-    measure.
-    """
+    """Return ``value`` after checking that it has one finite number for each atom of a measure."""
     n = points.shape[0]
     if not isinstance(value, Tensor):
         raise ArgumentError(

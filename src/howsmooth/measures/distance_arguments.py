@@ -68,7 +68,7 @@ def check_order(p: object) -> float:
 
 
 def check_discrete(name: str, measure: object) -> DiscreteMeasure:
-    """Return the argument after checking that it is a DiscreteMeasure; raise ArgumentError otherwise."""
+    """Return ``measure`` after checking that it is a DiscreteMeasure; raise ArgumentError otherwise."""
     if not isinstance(measure, DiscreteMeasure):
         remedy = "Write DiscreteMeasure(points, weights)."
         if isinstance(measure, AbstractMeasure):
@@ -88,7 +88,7 @@ def check_same_space(mu: AbstractMeasure, nu: AbstractMeasure) -> None:
 
 
 def check_positive(name: str, value: object) -> float:
-    """Return the argument as a float after checking that it is a finite number above zero."""
+    """Return ``value`` as a float after checking that it is a finite number above zero."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ArgumentError(name, expected="a finite number > 0", got=repr(value))
     return float(value)

@@ -1,5 +1,4 @@
-"""Gaussian measures, which unmasked attention maps to Gaussian measures, because it acts on them as an affine
-map.
+"""Gaussian measures. Unmasked attention acts on them as an affine map, so their images are Gaussian, too.
 
 Proof: documentation page "Maps on measures", section "Gaussian measures".
 """
@@ -252,9 +251,7 @@ def _tensor(name: str, value: object, axes: int) -> Tensor:
 
 
 def _covariance(sigma: Tensor) -> Tensor:
-    """Check that a matrix is symmetric and positive semidefinite up to rounding, and return it exactly
-    symmetric.
-    """
+    """Check that a matrix is a covariance matrix up to rounding, and return it exactly symmetric."""
     allowed = _ROUNDINGS * sigma.shape[0] * torch.finfo(sigma.dtype).eps
     skew = float((sigma - sigma.mT).detach().abs().max())
     if skew > allowed * float(sigma.detach().abs().max()):

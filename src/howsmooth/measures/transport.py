@@ -70,9 +70,7 @@ class Transport:
 
     @property
     def remedy(self) -> str:
-        """Advice on what to do if the interval of the distance is too wide, or an empty string if it is
-        narrow enough.
-        """
+        """Advice on what to do if the interval is too wide, or an empty string if it is narrow enough."""
         if self.converged:
             return ""
         advice = {
@@ -319,9 +317,7 @@ def _by_log_weights(
 
 
 def _attach(value: Tensor, argument: Tensor, gradient: ndarray) -> Tensor:
-    """Return the number ``value`` as a tensor whose derivative with respect to the tensor ``argument`` is
-    ``gradient``.
-    """
+    """Return ``value`` as a tensor whose derivative with respect to ``argument`` is ``gradient``."""
     if not argument.requires_grad:
         return value
     slope = torch.as_tensor(gradient, dtype=torch.float64, device=argument.device)

@@ -187,9 +187,7 @@ def _shares(wanted: ndarray, carried: ndarray) -> ndarray:
 
 
 def _corner(left: ndarray, right: ndarray) -> TransportPlan:
-    """Return a transport plan from the masses ``left`` to the masses ``right``, constructed by the north-west
-    corner rule.
-    """
+    """Return a transport plan between the given masses, constructed by the north-west corner rule."""
     # Both marginals are laid out as intervals on one line. Each overlap of a left and a right interval
     # becomes one entry.
     rows, columns = np.flatnonzero(left), np.flatnonzero(right)

@@ -1,4 +1,4 @@
-"""Comparison of a model as it is measured with the model as its user calls it."""
+"""Checks that a model gives the same outputs when it is measured as when its user calls it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def as_called(
     *,
     training: bool = True,
 ) -> Iterator[ModelCall]:
-    """Return a context manager in which a model runs as it is measured, and that yields its checked inputs.
+    """Return a context manager that prepares a model for measurement and yields its checked inputs.
 
     What ``measurement_mode`` changes may not change the outputs of the model: where a change can matter, the
     model is run once more without this change. A cache that matters stays on, and stores nothing. Without
@@ -61,14 +61,14 @@ def as_called(
 
 
 class _Forgetting(DynamicCache):  # type: ignore[misc]
-    """The empty cache of each call of a model: it returns the keys and values that it is given."""
+    """A cache that stays empty: at each call it returns only the keys and values that it is given."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
 
 def _compared(given: ModelCall, wanted: Sequence[int] | None, training: bool) -> ModelCall:
-    """Compare a model as it is measured with the model as called, and return the inputs to measure it with.
+    """Check that measuring a model does not change its outputs, and return the inputs to measure it with.
 
     A model that raises an error as it is called has nothing to be compared with.
     """
@@ -150,7 +150,7 @@ def _compared(given: ModelCall, wanted: Sequence[int] | None, training: bool) ->
 
 
 def _difference(called: Any, measured: Any, real: Tensor | None = None) -> float:
-    """Return the largest relative difference of two outputs of a model, at real tokens, or infinity."""
+    """Return the largest relative difference of two model outputs without padding. It may be infinite."""
     errors, wanted = [0.0], _tensors(measured)
     for name, t in _tensors(called).items():
         pair = [t, wanted.get(name, t)]
@@ -165,7 +165,7 @@ def _difference(called: Any, measured: Any, real: Tensor | None = None) -> float
 
 
 def _tensors(output: Any) -> dict[str, Tensor]:
-    """Return the floating-point outputs of a model by name; of a tuple, only the first tensor."""
+    """Return the floating-point outputs of a model by name. Of a tuple, return only the first tensor."""
     if isinstance(output, tuple | list):
         output = next((t for t in output if isinstance(t, Tensor)), None)
     found = {"": output} if isinstance(output, Tensor) else output

@@ -138,7 +138,7 @@ def _captured(
     output: str,
     last_token: bool,
 ) -> list[Site]:
-    """Capture the layers of a module; the arguments are those of :func:`capture`."""
+    """Capture the layers of a PyTorch module. The arguments are those of :func:`capture`."""
     if side not in (None, *SIDES) or (side is not None and scope not in (CROSS_SCOPE, "model")):
         got = repr(side) if scope in (CROSS_SCOPE, "model") else f"{side!r} with scope {scope!r}"
         expected = f"one of {', '.join(SIDES)}, with scope {CROSS_SCOPE!r}, or 'model' of an encoder-decoder"
@@ -164,9 +164,7 @@ def _captured(
 
 
 def _cross_sites(given: ModelCall, wanted: _Indices, side: str) -> Iterator[CrossSite]:
-    """Capture the selected cross-attention layers for each sequence of a batch, and yield them sequence by
-    sequence.
-    """
+    """Yield the selected cross-attention layers, captured for each sequence of a batch in turn."""
     if padding_of(given) is not None and given.named.get("decoder_input_ids") is given.named.get(
         "input_ids", given
     ):
@@ -244,9 +242,7 @@ def model_parts(
 
 
 def _ends(layers: object, count: int) -> tuple[int, int]:
-    """Return the indices of the first and the last layer in a selection such as ``(2, 5)``, counted
-    from 0.
-    """
+    """Return the first and the last layer of a selection such as ``(2, 5)``, as indices counted from 0."""
     if layers in (None, "all"):
         return 0, count - 1
     pair = (layers, layers) if isinstance(layers, int) else layers
@@ -263,7 +259,7 @@ def _ends(layers: object, count: int) -> tuple[int, int]:
 
 
 def module_of(model: object) -> nn.Module:
-    """Return the PyTorch module inside a :class:`LoadedModel`, torch.compile, or another wrapper, and any
+    """Return the PyTorch module inside a :class:`LoadedModel`, torch.compile or another wrapper. Return any
     other PyTorch module unchanged.
 
     Raises
@@ -333,8 +329,7 @@ def self_attention_layers(
 
 
 def _verified(given: ModelCall, wanted: _Indices) -> Iterator[VerifiedLayer]:
-    """Yield each selected layer after verifying its map. Raise the error of the first layer that cannot be
-    captured.
+    """Verify the map of each selected layer, and yield it. Raise the error of the first layer that fails.
 
     All sequences of the batch have the same length.
     """
@@ -345,8 +340,8 @@ def _verified(given: ModelCall, wanted: _Indices) -> Iterator[VerifiedLayer]:
 
 
 def _layers(given: ModelCall, wanted: _Indices) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Identify and verify the map of each selected layer. Yield pairs, in which the first entry is the index
-    of the layer, and the second is the verified layer or the error that says why it cannot be captured.
+    """Verify the map of each selected layer. Yield the index of the layer, and the verified layer or the
+    error that says why it cannot be captured.
 
     If ``wanted`` is None, layers of cross-attention are left out.
     """
@@ -397,7 +392,7 @@ def _nothing_seen(given: ModelCall) -> str:
 
 
 def _traced(wanted: _Indices) -> Sequence[int] | None:
-    """Return the indices of the layers whose forward pass is traced, or None for all layers.
+    """Return the indices of the layers to trace in the forward pass, or None for all layers.
 
     For a slice it returns None: the number of layers is not known before the run.
     """
@@ -405,7 +400,7 @@ def _traced(wanted: _Indices) -> Sequence[int] | None:
 
 
 def checked_selection(argument: str, given: object) -> _Indices:
-    """Check an argument that selects layers or heads, and return it as a tuple, a slice, or None for all."""
+    """Check a selection of layers or heads, and return it as a tuple, a slice, or None for all."""
     expected = f'an index, a list of {argument[:-1]} indices, a slice, or "all"'
     if given is None or given == "all":
         return None

@@ -86,8 +86,8 @@ class Site:
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class CrossSite(Site):
-    """One cross-attention layer of a model for one sequence of a batch, as a map of the query tokens, of the
-    memory (the sequence that gives the keys and values), or of both.
+    """One cross-attention layer of a model for one sequence of a batch. It is a map of the query tokens, of
+    the memory (the sequence that gives the keys and values), or of both.
 
     ``local_lipschitz(site.map, site.x)`` measures the constant of that side. PyTorch differentiates a copy of
     the model's module.

@@ -35,22 +35,22 @@ _Place = tuple[dict[str, Any], str, Tensor]
 
 
 def stored_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype in which the weights of a module are stored: if they differ, a half precision if any
-    weight has one, else the dtype of the first.
+    """Return the dtype in which the weights of a module are stored. If there are several, return the first
+    half precision among them or, if none is, the dtype of the first weight.
     """
     found = [p.dtype for p in module.parameters() if p.is_floating_point()]
     return next((dtype for dtype in found if dtype in HALF), found[0] if found else torch.float32)
 
 
 def computing_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype in which a module is run: float32 for weights in half precision, else their dtype."""
+    """Return the dtype in which a module is run: float32 for half-precision weights, else their dtype."""
     stored = stored_dtype(module)
     return torch.float32 if stored in HALF else stored
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device on which a model expects its inputs: that of the first weights or, if accelerate
-    loads them for each call, the one to which it loads them.
+    """Return the device on which a model expects its inputs. It is the device of the first weight, or the one
+    to which accelerate loads the weights for each call.
     """
     first = next((t for t in (*model.parameters(), *model.buffers())), None)
     if first is None or not first.is_meta:
@@ -60,7 +60,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def has_weights(model: nn.Module) -> bool:
-    """Return True if all weights of a model are in memory or will be loaded when a module runs."""
+    """Return True if every weight of a model is in memory, or is loaded when its module runs."""
     missing = (m for m in model.modules() if any(p.is_meta for p in m.parameters(recurse=False)))
     return all(map(_offloaded, missing))
 
@@ -68,8 +68,9 @@ def has_weights(model: nn.Module) -> bool:
 def fingerprint(
     model: nn.Module, *, settings: bool = True, without: Collection[str] = (), more: str = ""
 ) -> str:
-    """Return a SHA-256 hash of the settings of a model (without ``settings``, of its configuration), of its
-    weights but those named in ``without``, and of ``more``.
+    """Return a SHA-256 hash of the settings and the weights of a model, and of the text ``more``. Weights
+    named in ``without`` are left out. If ``settings`` is False, only the transformers configuration and the
+    weights are hashed with ``more``.
 
     Numbers that float32 holds exactly are hashed in float32, so that a model loaded in a wider dtype than its
     file has the same hash. Weights that accelerate keeps elsewhere are loaded one module at a time.
@@ -93,8 +94,8 @@ def fingerprint(
 
 
 def _settings(model: nn.Module) -> Iterator[str]:
-    """Yield what the weights of a model do not say: the classes of its modules, and their attributes that
-    are numbers, words, functions or configurations of transformers.
+    """Yield texts that describe what the weights of a model do not determine: the classes of its modules, and
+    attributes such as numbers, words, functions or transformers configurations.
     """
     configurations = set[int]()
     for path, module in model.named_modules():
@@ -115,7 +116,7 @@ def _settings(model: nn.Module) -> Iterator[str]:
 
 
 def _written(config: Any) -> str:
-    """Return a configuration as text, without entries that depend on how the model was loaded."""
+    """Return a configuration as text, without the entries that depend on how the model was loaded."""
     local = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
     def kept(value: Any) -> Any:
@@ -139,14 +140,14 @@ def weights_in_memory(*modules: nn.Module) -> Iterator[None]:
 
 
 def _offloaded(module: nn.Module) -> bool:
-    """Whether a hook of accelerate loads the weights of a module for each call."""
+    """Return True if a hook of accelerate loads the weights of a module for each call."""
     hook: Any = getattr(module, "_hf_hook", None)
     return any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,)))
 
 
 @contextmanager
 def _loaded(module: Any) -> Iterator[None]:
-    """Keep in memory the weights that accelerate would otherwise load for each call of a module."""
+    """Keep the weights of a module in memory that accelerate would otherwise load for each call."""
     module._hf_hook.pre_forward(module)
     try:
         with _unhooked(module):
@@ -195,7 +196,7 @@ def _places(modules: Iterable[nn.Module]) -> Iterator[_Place]:
 
 @contextmanager
 def float32_layers(model: nn.Module) -> Iterator[None]:
-    """Let each layer of a half-precision model run in float32; other models are unchanged.
+    """Let each layer of a half-precision model run in float32. Leave any other model unchanged.
 
     The weights of the members of module lists, and of embedding tables, linear maps and attention outside of
     them, are widened during their calls. The few others are widened for the whole context, because the code
@@ -231,9 +232,9 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of a model, each of which is converted to float32, or loaded, as a whole: the members
-    of module lists, and all other embeddings, linear maps, attention in the layout of torch.nn, and modules
-    that accelerate loads. A list in a list is never called, so that its members are the layers.
+    """Yield the parts of a model that are converted or loaded as a whole. These are the members of module
+    lists, or of the innermost list if lists are nested. Outside of lists, these are embeddings, linear maps,
+    attention in the layout of torch.nn, and modules that accelerate loads.
     """
     if _in_torch_layout(module):
         return
@@ -248,5 +249,5 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _in_torch_layout(module: nn.Module) -> bool:
-    """Whether an attention module, like nn.MultiheadAttention, uses its output projection without a call."""
+    """Return True for attention like nn.MultiheadAttention, which never calls its output projection."""
     return hasattr(module, "in_proj_weight")

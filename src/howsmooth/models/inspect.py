@@ -1,4 +1,4 @@
-"""List the attention layers of a model: how each is measured, or why it cannot be."""
+"""A list of the attention layers of a model, which says how each is measured or why it cannot be."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class InspectedSite:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why some layers of a model cannot be captured, with their indices and paths."""
+    """A reason why layers of a model cannot be captured, with the indices and paths of these layers."""
 
     #: Indices of the layers; empty for layers without a softmax, which have no index.
     layers: tuple[int, ...]
@@ -171,7 +171,7 @@ def _inspected(given: ModelCall, on_layer: Callable[[int, int], None]) -> Inspec
 
 
 def _site(traced_layer: TracedLayer, refused: list[Refusal]) -> InspectedSite:
-    """Capture one layer in every scope, and describe it; append the failures to ``refused``."""
+    """Capture one layer in every scope, and return its description. Append the failures to ``refused``."""
     layer = traced_layer.layer
     plain = InspectedSite(layer.index, layer.name, type(layer.module).__name__, heads=layer.heads)
     try:
@@ -196,7 +196,7 @@ def _site(traced_layer: TracedLayer, refused: list[Refusal]) -> InspectedSite:
 
 
 def _cross_site(traced_layer: TracedLayer, plain: InspectedSite, refused: list[Refusal]) -> InspectedSite:
-    """Capture a layer of cross-attention, and describe it; append a failure to ``refused``."""
+    """Capture a cross-attention layer, and return its description. Append a failure to ``refused``."""
     plain, layer = replace(plain, kind=_CROSS), traced_layer.layer
     try:
         if traced_layer.model.batch > 1:  # it is read for one sequence
@@ -280,13 +280,13 @@ def _refusal(layer: AttentionLayer, scopes: tuple[str, ...], error: Exception) -
 
 
 def _plain(message: str, layer: AttentionLayer) -> str:
-    """Remove the index and path of a layer, so that layers of the same kind have equal messages."""
+    """Remove the index and path of a layer from a message, so that similar layers have equal messages."""
     message = re.sub(rf"layer {layer.index} \([^()]*\)", "the layer", message)
     return message.replace(f"{layer.root_name}.", "") if layer.root_name else message
 
 
 def _together(refused: list[Refusal]) -> tuple[Refusal, ...]:
-    """Group the layers that cannot be captured by the reason, so that each reason is said once."""
+    """Group the refused layers by their reason, so that each reason is given once."""
     said: dict[str, str] = {}
     scopes: dict[tuple[tuple[int, ...], tuple[str, ...], str], tuple[str, ...]] = {}
     for one in refused:

@@ -1,5 +1,5 @@
-"""A mode for measurements in which a model runs without dropout, cache or gradients, and all settings are
-restored afterwards.
+"""The mode in which a model is measured: without dropout, cache or gradients. All settings are restored
+afterwards.
 
 A measurement must not change the model. The settings that are changed here (evaluation mode, attention
 implementation, caches, random state) are restored when the context ends, also after exceptions.
@@ -79,7 +79,7 @@ def measurement_mode(model: nn.Module, keep: Collection[str] = ()) -> Iterator[N
 
 
 def set_permanently(model: nn.Module, attention: str | None = None) -> None:
-    """Set a model to evaluation mode in place, and disable its key/value cache and the gradients of its
+    """Put a model into evaluation mode in place, without a key/value cache and without gradients of its
     weights.
 
     ``attention`` is the name of the attention implementation to set; with None it stays as it is.
@@ -138,8 +138,8 @@ def _in_float64(model: nn.Module) -> bool:
 
 
 def implementation(model: nn.Module) -> str:
-    """Return the name of the attention implementation of a transformers model, such as "sdpa", or "" for
-    other models.
+    """Return the name of a transformers model's attention implementation, such as "sdpa". Return "" for
+    others.
     """
     return getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
 
@@ -159,9 +159,7 @@ def nested_configs(config: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Return a context manager that silences warnings and the progress bars of transformers and of the Hub
-    client.
-    """
+    """Return a context manager that silences warnings, transformers' progress bars and the Hub client."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     hub = logging.getLogger("huggingface_hub")

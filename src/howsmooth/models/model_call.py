@@ -1,4 +1,4 @@
-"""A model with the arguments with which it is called."""
+"""A model together with the arguments of one call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ModelCall"]
 
 @dataclass(frozen=True, eq=False)
 class ModelCall:
-    """A model with the arguments with which it is called, which were checked."""
+    """A model together with the arguments of one call, which have been checked."""
 
     model: nn.Module
     #: The arguments of the model by name: tensors first, then numbers, words, True, False and None.
@@ -33,7 +33,7 @@ class ModelCall:
 
     @property
     def implementation(self) -> str:
-        """The user's attention implementation, or "" for a model that transformers does not know."""
+        """The user's attention implementation. It is "" for a model that is not from transformers."""
         return implementation(self.model)
 
     @cached_property

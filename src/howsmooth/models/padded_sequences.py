@@ -1,4 +1,4 @@
-"""Capture of padded sequences: each sequence runs without its padding, and is compared with the padded batch.
+"""Capture of padded sequences. Each sequence runs without its padding, and is compared with the padded batch.
 
 Padding is not part of the input, so that a site must not contain it. Whether the real tokens of a layer
 change if the padding is removed depends on how the model counts positions and builds masks. It is decided by
@@ -47,9 +47,7 @@ _DECODER = ("decoder_", "tgt")
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """The inputs of a padded forward pass, with a mask that says which of their tokens are real and which are
-    padding.
-    """
+    """The inputs of a padded forward pass, with a mask of the tokens that are real."""
 
     real: Bool[Tensor, "batch n"]  # True for real tokens, False for padding
     whole: ModelCall
@@ -57,7 +55,7 @@ class Padding:
 
 
 def padding_of(given: ModelCall) -> Padding | None:
-    """Return which tokens of the inputs are padding, or None if there is no padding.
+    """Return which tokens of the inputs are padding. Return None if none is.
 
     Raises
     ------
@@ -113,10 +111,9 @@ def check_one_sequence(given: ModelCall) -> None:
 
 
 def without_padding(padding: Padding, sequence: int) -> Iterator[ModelCall]:
-    """Yield the model inputs for the real tokens of one sequence of a padded batch, in one or two variants.
-
-    The first variant leaves positions to the model. The second, if the model takes ``position_ids``, gives
-    the real tokens the positions that they have in the padded sequence.
+    """Yield the model inputs for one sequence of a padded batch, without its padding. If the model takes
+    ``position_ids`` and was given none, yield the inputs again with the tokens' positions in the padded
+    sequence.
     """
     real = padding.real[sequence]
     given = padding.whole.named
@@ -140,7 +137,7 @@ def without_padding(padding: Padding, sequence: int) -> Iterator[ModelCall]:
 
 
 def one_by_one(given: ModelCall) -> list[ModelCall]:
-    """Return the inputs of each sequence of a batch separately, including its padding."""
+    """Return the model inputs of each sequence of a batch separately. Padding is kept."""
     if given.batch == 1:
         return [given]
     first = next(iter(given.named.values()))
@@ -165,7 +162,7 @@ def _cut(name: str, value: Any, padding: Padding, sequence: int) -> Any:
 
 
 def reproduces(layer: VerifiedLayer, traced_layer: TracedLayer, padding: Padding, sequence: int) -> bool:
-    """Return whether a layer has the same tokens and outputs for a sequence with and without its padding.
+    """Return True if a layer has the same tokens and outputs for a sequence with and without its padding.
 
     Raises
     ------

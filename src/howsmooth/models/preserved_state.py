@@ -1,4 +1,4 @@
-"""A context in which a model can run between two training steps without any effect on the training."""
+"""A context in which a model can run between two training steps without changing the training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["preserved_state"]
 
 @contextmanager
 def preserved_state(model: nn.Module) -> Iterator[None]:
-    """Return a context manager that restores the buffers of the model, which some modules write even in
-    evaluation mode, and the random states of Python, NumPy and all CUDA devices, to the last bit.
+    """Return a context manager that restores, to the last bit, the buffers of a model and the random states
+    of Python, NumPy and all CUDA devices. Some modules write buffers even in evaluation mode.
 
     What ``measurement_mode`` changes, it restores itself.
     """
@@ -47,7 +47,7 @@ class _Buffers:
                     self._copies[id(buffer)] = (buffer, buffer.detach().clone(), buffer._version)
 
     def restore(self) -> None:
-        """Restore the buffers of the model that were written to or replaced since they were copied."""
+        """Restore the buffers that have been written to or replaced since they were copied."""
         for buffer, copy, version in self._copies.values():
             # PyTorch counts in-place changes, but not those of batch norm; ``.data`` keeps this copy itself
             # from being counted.

@@ -1,5 +1,4 @@
-"""The softmax attentions of a model on one input, read in one recorded run, and the model's logits with other
-keys and values in them.
+"""A record of a model's softmax attentions on one input, and the model's logits for other keys and values.
 
 Keys and values are meant as the softmax takes them: after norm layers and rotary positions, and expanded from
 their latent in latent attention.
@@ -50,7 +49,7 @@ _CROSS = "its queries and keys come from different tokens (cross-attention)"
 
 @dataclass(eq=False)
 class RecordedSoftmax:
-    """The softmax of an attention layer in a recorded run, and the linear module behind it."""
+    """The softmax of an attention layer in a recorded run, with the output projection if it is known."""
 
     layer: AttentionLayer
     softmax: SoftmaxCall
@@ -62,7 +61,7 @@ class RecordedSoftmax:
     kv_heads: int
 
     def by_head(self, t: Float[Tensor, "*lead heads n dim"]) -> Float[Tensor, "kv_heads copies n dim"]:
-        """Return keys or values of the layer with one axis for the heads and one for the copies of a head."""
+        """Reshape keys or values to (kv_heads, copies, n, dim). Some models repeat each head as copies."""
         return t.reshape(self.kv_heads, -1, *t.shape[-2:])
 
     def attention(self) -> tuple[SelfAttention, Float64[Tensor, "n n"]]:
@@ -106,8 +105,8 @@ class RecordedSoftmax:
 
 
 class RecordedModel:
-    """A model on one sequence without padding, with the softmaxes that it computes there, and its logits with
-    other keys and values.
+    """A model on one unpadded sequence, with a record of its softmaxes and its logits for other keys and
+    values.
 
     A CaptureError says that the model computes no softmax attention, or gives another output if each softmax
     is computed from the queries, keys and values that were read.
@@ -149,8 +148,8 @@ class RecordedModel:
             self._find_cross_attention()
 
     def mean_kl(self, change: Change) -> float:
-        """Return the mean KL divergence between the predictions of the model with original and with changed
-        keys and values.
+        """Return the mean KL divergence between the model's own predictions and those with changed keys and
+        values.
 
         It is Σ p log(p / p') over the classes, with the probabilities p of the model and p' of the changed
         model, in nats, averaged over the rows of the logits.
@@ -161,8 +160,8 @@ class RecordedModel:
         return float((p.exp() * (p - other)).sum(dim=-1).mean().clamp_min(0.0))
 
     def squared_gradients(self, samples: int, seed: int) -> dict[int, list[Tensor]]:
-        """Return the squared derivatives (kv_heads, n, dim) of the log-likelihood in the keys and in the
-        values of each layer without obstacle, averaged over draws of classes, a backward pass each.
+        """Return the squared derivatives (kv_heads, n, dim) of the log-likelihood with respect to the keys
+        and values of each layer that could be read. They are averaged over random draws of classes.
 
         Classes are drawn from the model's own prediction, one for each row, and their log-probabilities are
         summed over the rows. So the means over draws estimate the diagonal of the Fisher information times
@@ -213,8 +212,9 @@ class RecordedModel:
         return output
 
     def _ends(self, call: Call) -> None:
-        """See which embedding tables are given the token ids, and find the output projection among the
-        modules that are given the heads: all of them return what it returns, if they only wrap it.
+        """Note whether the called module is an embedding table of token ids or the output projection. If
+        nested modules take the heads as input, the innermost is the projection if it is linear and all return
+        the same.
         """
         given = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor)]
         if len(given) != 1:
@@ -232,7 +232,7 @@ class RecordedModel:
             self.layers[-1].projection = module if alone else None
 
     def _find_cross_attention(self) -> None:
-        """Mark the layers of which either queries or keys change if one input of the model does."""
+        """Mark layers in which changing one input of the model changes only the queries or only the keys."""
 
         def compare(layer: AttentionLayer, softmax: SoftmaxCall) -> Tensor | None:
             own = self.layers[layer.index].softmax
@@ -253,7 +253,7 @@ class RecordedModel:
     # ---- other keys and values
 
     def _changed(self, change: Change) -> Float[Tensor, "rows classes"]:
-        """Return the logits that the model computes with changed keys and values."""
+        """Return the model's logits with the keys and values that ``change`` returns."""
 
         def attend(layer: AttentionLayer, softmax: SoftmaxCall) -> Tensor | None:
             if softmax.key is None:
@@ -266,7 +266,7 @@ class RecordedModel:
         return logits
 
     def _rows(self, output: Any) -> Float[Tensor, "rows classes"] | None:
-        """Return the logits in the output of a model, with one row for each prediction, or None.
+        """Return the logits in a model's output, one row for each prediction, or None if there are none.
 
         They are named so, or an output without names has a number for each token of the vocabulary.
         """
@@ -279,14 +279,14 @@ class RecordedModel:
 
 
 def _computed(softmax: SoftmaxCall) -> Tensor | None:
-    """Compute a softmax attention from its operands; return None if they are not known."""
+    """Compute a softmax attention from its operands. Return None if the queries or keys are not known."""
     if softmax.obstacle or softmax.query is None or softmax.key is None:
         return None
     return plain_attention(softmax)
 
 
 def _different(operands: list[Tensor]) -> int:
-    """Return the number of heads of keys and values (heads, n, dim) without copies of a neighbour."""
+    """Return how many heads keys and values (heads, n, dim) have, if equal neighbours count once."""
     heads = len(operands[0])
     for number in (number for number in range(1, heads) if heads % number == 0):
         groups = [t.unflatten(0, (number, -1)) for t in operands]

@@ -21,8 +21,7 @@ def lowest_epsilon(dtype: torch.dtype, *, downcast: bool = False) -> float:
 
 
 def tolerance(eps: float, condition: float = 0.0) -> float:
-    """Return the largest relative difference at which a captured map still counts as equal to the layer of
-    the model.
+    """Return the largest relative difference at which a captured map counts as equal to the model's layer.
 
     Parameters
     ----------
@@ -37,9 +36,7 @@ def tolerance(eps: float, condition: float = 0.0) -> float:
 
 
 def one_operation(eps: float) -> float:
-    """Return the largest relative difference at which two ways of adding the same numbers still count as
-    equal.
-    """
+    """Return the largest relative difference at which two ways of adding the same numbers count as equal."""
     return 4.0 * eps
 
 

@@ -1,5 +1,5 @@
-"""Capture of a whole model, from its embeddings to an output, or of a range of its blocks, as a map of
-tokens.
+"""Capture of a model as a map of tokens: of the whole model, from its embeddings to an output, or of a range
+of its blocks.
 
 The map runs a copy of the model, and its output is compared with that of the model itself, at the tokens of
 the forward pass and at changed ones. A block is the smallest numbered layer of the model around an attention.
@@ -58,13 +58,13 @@ _EARLIER = 4
 
 
 class _PassedBy(CaptureError):  # noqa: N818 - says what was found
-    """The exception for a part whose output also depends on tokens that do not pass its first point."""
+    """The error for a part of a model whose output also depends on tokens that bypass its beginning."""
 
 
 class ModelParts:
-    """The parts of a model, each as a map from the tokens at one point of the forward pass to the tokens at a
-    later point. The points are the embeddings, the inputs and outputs of the Transformer blocks, and the
-    outputs of the model.
+    """The parts of a model, each as a map from the tokens at one point of the forward pass to those at a
+    later point. Points are the embeddings, the inputs and outputs of the Transformer blocks, and the model's
+    outputs.
 
     Parameters
     ----------
@@ -170,8 +170,8 @@ class ModelParts:
         ]
 
     def entry(self) -> Site | None:
-        """Return the map from the embeddings to the input of the first block, or None if nothing lies between
-        them.
+        """Return the map from the embeddings to the input of the first block. Return None if they are the
+        same point.
         """
         start, end = self._embeddings(), self._input(self.blocks[0])
         if start == end:
@@ -186,16 +186,14 @@ class ModelParts:
         return self._site("span", start, self._end(output), read, 0, None, words)
 
     def until(self, last: int) -> Site:
-        """Return the map from the embeddings of the model to the output of the Transformer block that
-        contains the attention layer ``last``.
+        """Return the map from the embeddings to the output of the block that holds the attention layer
+        ``last``.
         """
         words = f"from its embeddings to the output of block {last}"
         return self._site("span", self._embeddings(), self.blocks[last], Output("tokens"), None, last, words)
 
     def beyond(self, layer: int, output: str, *, last_token: bool = False) -> Site:
-        """Return the map from the output of the Transformer block that contains the given attention layer to
-        an output of the model.
-        """
+        """Return the map from the output of the block that holds an attention layer to the model's output."""
         start, end = self.blocks[layer], self._end(output)
         read = self.output(output, last_token=last_token)
         words = f"from the output of block {layer} to its {_in_words(read)}"
@@ -206,7 +204,7 @@ class ModelParts:
         return isinstance(self.model, PreTrainedModel)
 
     def _embeddings(self) -> Place:
-        """Return the point in the forward pass at which the tokens have been embedded.
+        """Return the point of the forward pass where the embedded tokens are.
 
         They are the argument that is given as embedded tokens, or the output of the table for token ids, or
         else (images, audio) the input of the first block. In an encoder-decoder they are the output of the
@@ -228,15 +226,15 @@ class ModelParts:
         return replace(self.blocks[0], side="input")
 
     def _takes_tokens(self, block: Place) -> bool:
-        """Return True if a block is given embedded tokens. The block is the model itself if its attention
-        lies in no smaller one, and the model may be given token ids.
+        """Return True if a block takes embedded tokens as input. Only a whole model that counts as one block
+        may take token ids instead.
         """
         return bool(block.module) or any(
             isinstance(t, Tensor) and t.is_floating_point() for t in self.given[0].named.values()
         )
 
     def _input(self, block: Place) -> Place:
-        """Return the point of the forward pass before a block; raise CaptureError if it has no tokens."""
+        """Return the point of the forward pass before a block. Raise CaptureError if there are no tokens."""
         if self._takes_tokens(block):
             return replace(block, side="input")
         raise CaptureError(
@@ -245,9 +243,7 @@ class ModelParts:
         )
 
     def _embeddings_of_side(self) -> Place:
-        """Return the point in the forward pass at which the token ids of the encoder or of the decoder have
-        been embedded.
-        """
+        """Return the point of the forward pass where the tokens of the encoder or decoder are embedded."""
         given, model = self.given[0].named, self.model
         parts = [
             part for name in ("get_encoder", "get_decoder") if callable(part := getattr(model, name, None))
@@ -265,8 +261,8 @@ class ModelParts:
         return Place(self._path(module), "output", call)
 
     def _fixed_encoder(self) -> Place | None:
-        """Return the point of the forward pass at which the output of the encoder is held fixed, or None if
-        it is not held fixed.
+        """Return the point of the forward pass where the encoder's output is held fixed, or None if it is
+        not.
 
         It is held fixed if the map is a function of the decoder's tokens and the encoder ran exactly once.
         """
@@ -276,8 +272,8 @@ class ModelParts:
         return Place(self._path(encoder), "output") if self._calls.get(encoder) == 0 else None
 
     def _end(self, output: str) -> Place:
-        """Return the point of the forward pass at which a map to the given output ends. At this point a
-        module returns the hidden states or the logits; a margin is computed from logits.
+        """Return the point of the forward pass at which a map to this output ends: where a module returns the
+        hidden states or, for logits and margins, the logits.
         """
         end: Any = self.model
         if output == "hidden" and isinstance(end, PreTrainedModel) and not self._returns_hidden:
@@ -303,7 +299,7 @@ class ModelParts:
         last: int | None,
         words: str,
     ) -> Site:
-        """Return the part of the model between two points of the forward pass as a verified map with its
+        """Return a part of the model, between two points of its forward pass, as a verified map with its
         tokens.
 
         The part has the layers from ``first`` to ``last``. The blocks before them return what they returned
@@ -348,8 +344,8 @@ class ModelParts:
         )
 
     def _check_cut(self, run: _Run, output: Output) -> None:
-        """Raise CaptureError if the output depends on what enters the model otherwise than through the tokens
-        at the first point of a part, such as by a residual around that point.
+        """Raise CaptureError if the output also depends on inputs of the model that bypass the first point of
+        the part, such as through a residual connection.
         """
         try:
             embeddings = self._embeddings()
@@ -378,9 +374,7 @@ class ModelParts:
             )
 
     def _map(self, passage: Passage, runs: list[_Run], x: Tensor, depth: int) -> tuple[ModelMap, str | None]:
-        """Return the verified map of a part of the model, and the attention implementation with which it
-        runs.
-        """
+        """Return the verified map of a part of the model, and the name of its attention implementation."""
         dtype, device = computing_dtype(self.model), device_of(self.model)
         refused: list[str] = []
         for attention in _attentions(self.model, x.shape[1]):
@@ -400,16 +394,14 @@ class ModelParts:
 
 
 def _equal(ids: object, given: Tensor | None) -> bool:
-    """Return True if an embedding table is given the same token ids as the model, in any shape."""
+    """Return True if the input of an embedding table was the model's token ids, in any shape."""
     if not isinstance(ids, Tensor) or given is None or ids.numel() != given.numel():
         return False
     return bool((ids.flatten() == given.flatten()).all())
 
 
 def _in_words(output: Output) -> str:
-    """Describe an output of a model. Where the model does not name it, its shape says most: it need not have
-    a row for each token.
-    """
+    """Describe an output of a model in words. If the model does not name the output, give its shape."""
     if output.kind == "margin":
         return "margin, the largest logit minus the second"
     if output.unnamed:
@@ -424,7 +416,7 @@ def _of_tokens(last: bool) -> str:
 
 
 def _sequences_of(given: ModelCall) -> list[ModelCall]:
-    """Split a batch of model inputs into one object of inputs for each sequence.
+    """Split a batch of model inputs into the inputs of its sequences.
 
     Raises
     ------
@@ -443,8 +435,8 @@ def _sequences_of(given: ModelCall) -> list[ModelCall]:
 
 
 def _attentions(model: nn.Module, n: int) -> list[str | None]:
-    """Return the names of the attention implementations, such as "sdpa", to try in a copy of the model, in
-    this order. None stands for the implementation of the original model.
+    """Return the attention implementations, such as "sdpa", to try in a copy of the model, in order. None
+    stands for that of the original model.
 
     PyTorch differentiates its own attention in memory proportional to n². The implementation of howsmooth
     takes memory proportional to n, and more time at small n.
@@ -477,7 +469,7 @@ class _Run:
         self.tokens = rows(first_tensor(found[0]))
 
     def moved(self, x: Tensor) -> Any:
-        """Run a part of the model from tokens ``x`` (n, d) at its first point, and return the tensor at its
+        """Run the model with tokens ``x`` (n, d) at the first point of a part, and return the tensor at its
         last point.
         """
         with replaced(self.given.model, self.start, x):
@@ -498,8 +490,8 @@ class _Run:
 
 
 def _refuse_state(found: ModelMap, written: list[str]) -> None:
-    """Raise CaptureError if a model reads what it wrote into tensors that it keeps, so that a later run
-    spoils the derivative of an earlier one.
+    """Raise CaptureError if a model overwrites tensors that it stores, and reads them later. Each run then
+    spoils the derivative of the run before it.
     """
     if not written:
         return
@@ -515,8 +507,7 @@ def _refuse_state(found: ModelMap, written: list[str]) -> None:
 
 
 def _verify(found: ModelMap, runs: list[_Run], x: Tensor, depth: int) -> None:
-    """Raise CaptureError unless a map agrees with the model, at the tokens of each sequence and at other
-    tokens.
+    """Raise CaptureError unless a map agrees with the model, on the tokens of each sequence and on others.
 
     Rounding errors of each of the ``depth`` layers grow on their way to the output. How much is seen from
     what the output does if the tokens move by one machine epsilon.

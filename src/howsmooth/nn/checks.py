@@ -26,14 +26,14 @@ _LONGEST = 2**53
 
 
 def norm_above(argument: str, matrix: Tensor) -> float:
-    """Return a proved upper bound on the spectral norm of a matrix (m, k), whose numbers must be finite."""
+    """Bound the spectral norm of a matrix (m, k) from above. An entry that is not finite is an error."""
     if not bool(torch.isfinite(matrix).all()):
         raise NonFiniteError(argument, expected="finite numbers", got="NaN or infinity")
     return spectral_norm_above(matrix)
 
 
 def check(ok: bool, argument: str, expected: str, got: object, remedy: str = "") -> None:
-    """Raise ArgumentError with these words unless ``ok``."""
+    """Raise ArgumentError with the given words unless ``ok``."""
     if not ok:
         raise ArgumentError(argument, expected=expected, got=str(got), remedy=remedy)
 
@@ -61,7 +61,7 @@ def check_number(
 
 
 def check_ball(radius: object) -> float:
-    """Return the radius of a ball of tokens, a number >= 0 or infinity; a tiny number stands for zero."""
+    """Return the radius of a ball after checking that it is >= 0 or infinite. Zero becomes a tiny number."""
     expected = "a number >= 0, the largest norm of a token, or math.inf for all tokens"
     return max(check_number("radius", radius, expected, lambda number: number >= 0), _SMALLEST)
 
@@ -74,7 +74,7 @@ def check_size(argument: str, value: object, *, least: int = 1) -> int:
 
 
 class Placement(TypedDict, total=False):
-    """Arguments of constructors: the device and the dtype of the weights, as in PyTorch."""
+    """The arguments of constructors for the device and dtype of the weights, as in PyTorch."""
 
     device: torch.device | str | None
     dtype: torch.dtype | None

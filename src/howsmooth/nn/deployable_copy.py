@@ -85,7 +85,7 @@ def _check_shared_weights(model: nn.Module, attention: list[LipschitzAttention])
 
 
 def _plain(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], radii: Radii) -> nn.Module:
-    """Return the module that replaces ``module``, the same one wherever it occurs in the model."""
+    """Return the plain module that replaces ``module``. All its occurrences in the model get the same one."""
     if module in seen:
         return seen[module]
     plain: nn.Module
@@ -133,7 +133,7 @@ def _undivided(layer: LipschitzAttention) -> LipschitzAttention:
 
 
 def _norm(norm: LipschitzLayerNorm | LipschitzRMSNorm) -> nn.Module:
-    """Return the norm layer of PyTorch with ε = r²/d and gain γ r/√d, where r is the ``floor``."""
+    """Convert a norm layer to PyTorch's, with ε = r²/d and gain γ r/√d, where r is its ``floor``."""
     d, r, gain = norm.dim, norm.floor, norm._gain()
     kind = nn.RMSNorm if norm.shift is None else nn.LayerNorm
     plain = kind(d, eps=r**2 / d, device=gain.device, dtype=gain.dtype)

@@ -41,7 +41,7 @@ class LipschitzModule(nn.Module, ABC):
 
     @abstractmethod
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norms of the output tokens, as for :meth:`lipschitz_bound`."""
+        """Return an upper bound on the norms of output tokens. For arguments see :meth:`lipschitz_bound`."""
 
     def output_length(self, length: int) -> int:
         """Return the number of output tokens for ``length`` input tokens, by default the same number."""

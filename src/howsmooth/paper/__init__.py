@@ -1,3 +1,3 @@
-"""The figures of the paper *How Smooth Is Attention?*, a module each, and in
-:mod:`howsmooth.paper.published_code` the quantities that the code published with the paper computes.
+"""Reproduce the figures of the paper *How Smooth Is Attention?*, with one module for each figure.
+:mod:`howsmooth.paper.published_code` computes what the code published with the paper computes.
 """

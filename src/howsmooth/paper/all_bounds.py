@@ -43,7 +43,7 @@ _SCOPES = {"head": "one head", "attention": "all heads and the output projection
 
 
 def measure(bench: Bench) -> pd.DataFrame:
-    """Compute all bounds and the constants at sequences of text, a row for each bound, sequence and head.
+    """Tabulate all bounds and constants at sequences of text, with a row for each bound, sequence and head.
 
     ``kind`` is a key of :data:`~howsmooth.paper.bound_ratios.KINDS`, and ``log_ratio`` the logarithm of
     bound / measured constant. The published code's formula is left out unless ``as_published`` is set.
@@ -93,7 +93,7 @@ def _rows(scope: str, seed: int, sites: list[Any]) -> Iterator[Values]:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the ratio of each bound to the measured constant, for single heads and for whole layers."""
+    """Draw each bound divided by the measured constant, for single heads and for whole layers."""
     scopes = rows.groupby("scope", sort=False)
     pictures = [_picture(part, folder, str(scope)) for scope, part in scopes if part["holds"].any()]
     named = {"lower": "measured lower", "upper": "measured upper"}
@@ -103,7 +103,7 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def _picture(rows: pd.DataFrame, folder: Path, scope: str) -> plotting.Picture:
-    """Draw a row of dots for each bound, its ratios to the measured constants, by kind and median ratio."""
+    """Draw a row of dots for each bound, its ratios to measured constants; sort rows by kind and median."""
     drawn = rows[(rows["holds"] | (rows["name"] == AS_CODED)) & np.isfinite(rows["log_ratio"])]
     drawn = drawn.assign(decades=drawn["log_ratio"] / math.log(10)).set_index(["kind", "name"])
     middle = drawn.groupby(level=["kind", "name"])["decades"].median().sort_values(kind="stable")

@@ -16,7 +16,7 @@ __all__ = ["Balanced", "balanced_direction"]
 
 @dataclass(frozen=True, eq=False)
 class Balanced:
-    """The tokens of Appendix C.7 for one head: pairs Ru and −Ru, u a unit vector, and one or two zeros.
+    """The tokens of Appendix C.7 for one head: pairs Ru and −Ru for a unit vector u, and one or two zeros.
 
     The last token is zero. Its attention weights are equal, with or without a causal mask and for every query
     bias, because u is orthogonal to the bias.
@@ -26,14 +26,14 @@ class Balanced:
     u: Float64[Tensor, " d"]
 
     def tokens(self, n: int, radius: float) -> Float64[Tensor, "n d"]:
-        """Return n tokens of shape (n, d), with R = ``radius``; two are zero if n is even."""
+        """Return the n tokens as a tensor (n, d), for R = ``radius``. One is zero, or two if n is even."""
         pairs = (n - 1) // 2
         signs = torch.zeros(n, dtype=torch.float64)
         signs[: 2 * pairs : 2], signs[1 : 2 * pairs : 2] = 1.0, -1.0
         return radius * signs[:, None] * self.u
 
     def formula(self, n: int, radius: float) -> float:
-        """Return ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, m the number of tokens ±Ru: a lower bound on the constant.
+        """Return a lower bound on the constant: ‖V(I/n + (m/n)R² u(Aᵀu)ᵀ)‖, if m tokens are ±Ru.
 
         It is the norm of the diagonal block ∂y_n/∂x_n of the last token. For A = γI, V = I and odd n it is
         1/n + γR²(n−1)/n.
@@ -45,7 +45,7 @@ class Balanced:
 
 
 def balanced_direction(head: Head) -> Balanced:
-    """Choose u so that the constant of a head is large at its tokens.
+    """Choose the unit vector u for which the constant of a head at its balanced tokens is large.
 
     Of two left singular vectors of the score matrix A and two right ones of the value matrix V, without their
     component along the query bias, it is the one with the largest ‖Vu‖ ‖Aᵀu‖. An ArgumentError is raised if

@@ -42,7 +42,7 @@ def logs_of(values: pd.Series) -> pd.Series:
 
 
 def display_name(name: str) -> str:
-    """Return a readable name of a bound, such as "Theorem C.3, sharp", given the name of its function."""
+    """Turn the function name of a bound into a readable name, such as "Theorem C.3, sharp"."""
     found = re.search(r"(theorem|lemma|proposition)_([^_]+)_([^_]+)_?(.*)", name)
     if name in _SPOKEN or not found:
         return _SPOKEN.get(name, name.replace("_", " "))
@@ -51,7 +51,7 @@ def display_name(name: str) -> str:
 
 
 def bound_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate in how many cases each bound holds, and its ratios to the measured constants there.
+    """Tabulate in how many cases each bound holds, and its ratios to the constants measured in these cases.
 
     There is a row for each layer, scope and bound, ordered by layer, then by kind, then by median ratio.
     """
@@ -71,7 +71,7 @@ def bound_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def bound_words(rows: pd.DataFrame) -> list[str]:
-    """Return sentences on whether a bound is violated, and on the tightest bounds of each layer."""
+    """Return sentences that say whether a bound is violated, and which bounds of a layer are the tightest."""
     uppers = rows[rows["holds"] & (rows["side"] == "upper")]
     lowers = rows[rows["holds"] & (rows["kind"] == "local lower")]
     violated = int((uppers["log_value"] < logs_of(uppers["lower"]) - _ROUNDING).sum())

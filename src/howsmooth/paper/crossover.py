@@ -1,4 +1,4 @@
-"""Show up to which n the constant of n tokens grows like √n, at two Diracs of weights 1/n and 1 − 1/n."""
+"""Show up to which n the constant at two Dirac masses of weights 1/n and 1 − 1/n grows like √n."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _DECADE = math.log(10)
 
 
 def measure(bench: Bench) -> pd.DataFrame:
-    """Measure the constant at two Diracs of weights 1/n and 1 − 1/n, a row for each n and radius."""
+    """Return the constants at two Dirac masses of weights 1/n and 1 − 1/n, a row for each n and radius."""
     describe(bench, "two Diracs in two dimensions, A = −I, V = I")
     units = []
     for power, n in product(_POWERS, _LENGTHS):
@@ -76,7 +76,7 @@ def _rows(key: Key, g: float, n: int) -> Iterator[Values]:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the constant and its bounds against n, a panel for each radius, and say where the growth ends."""
+    """Draw the constant and its bounds against n for each radius, and say where growth like √n ends."""
     table = growth_ends(rows)
     top = 1.03 * float(rows[["log_theorem", "log_free"]].max().max()) / _DECADE
     panels = [_panel(part, top) for _, part in rows.groupby("power")]
@@ -87,7 +87,7 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def growth_ends(rows: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate where the growth ends, a row for each γR² (``strength``).
+    """Tabulate for each γR² (``strength``) at which n the growth like √n ends.
 
     ``exponent`` is that of n, fitted to 4 < n < e^{2γR²}/100. Logarithms to base ten are ``expected`` of
     e^{2γR²}, ``at`` of the n with the largest constant, ``largest`` of this constant, and ``last`` of the
@@ -130,7 +130,7 @@ def _panel(rows: pd.DataFrame, top: float) -> Panel:
 
 
 def result_sentences(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
-    """Return sentences on the n with the largest constant, and on the measurements outside a bound."""
+    """Return sentences on the n with the largest constant, and on measurements that violate a bound."""
     expected, at, free = (", ".join(f"{x:.3g}" for x in table[name]) for name in ("expected", "at", "free"))
     seen = [
         f"Where e^(2γR²) is 10 to the power {expected}, the constant is largest at n = 10 to the power {at}, "

@@ -27,12 +27,12 @@ _NAMES = {"n": "sequence length", "radius_mean": "mean radius"}
 
 
 def measure(bench: Bench) -> list[list[LengthGrowth]]:
-    """Measure how the constant grows with the length: a list for each layer, with one growth a text."""
+    """Measure how the constant grows with the length. Return a list for each layer, with an item per text."""
     return growths(models_of(bench))
 
 
 def show(columns: list[list[LengthGrowth]], folder: Path) -> Finding:
-    """Draw a panel for each layer and text, at most three layers a picture, and describe the results."""
+    """Draw a panel for each layer and text, with at most three layers a picture, and describe the results."""
     pictures = [
         _picture(part, folder, f"figure-1{row}{end}", across, colour)
         for row, across, colour in (("", "n", "radius_mean"), ("-radius", "radius_mean", "n"))
@@ -85,7 +85,7 @@ def _panel(growth: LengthGrowth, across: str, colour: str, norm: Normalize) -> P
 
 
 def result_sentences(growths: list[LengthGrowth]) -> list[str]:
-    """Return sentences on the exponents, first in how many panels their interval contains 1/4."""
+    """Return sentences on the fitted exponents. The first says how many of the intervals contain 1/4."""
     seen = [_quarters("The", [growth.fit for growth in growths])]
     seen += [_quarters("As published, the", [growth.published_fit for growth in growths])]
     return [words for words in seen if words] + [growth.result_sentences() for growth in growths]

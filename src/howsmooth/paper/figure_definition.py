@@ -41,8 +41,8 @@ MODELS = (
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """The results of a figure: pictures, sentences on what is ``seen``, pairs of a caption and a table, and
-    how the numbers were ``made``.
+    """The results of a figure: its pictures, sentences on what they show (``seen``), tables with captions,
+    and notes on how the numbers were ``made``.
     """
 
     pictures: list[Picture]
@@ -76,7 +76,7 @@ class PaperFigure:
 
 @dataclass(frozen=True)
 class Request:
-    """The options of the user for one figure, whose own choices stand where the user made none."""
+    """The user's options for one figure. What the user left open is chosen by the figure."""
 
     figure: PaperFigure
     options: FigureOptions
@@ -97,8 +97,9 @@ class Request:
         return self.options.samples or self.figure.samples
 
     def layer_count(self) -> int:
-        """Return the number of layers of all models, of which each has one that its folder does not state.
-        An ArgumentError names a layer that a model does not have.
+        """Return the number of layers to measure in all models together. If all layers of a model are chosen
+        but its folder does not state how many it has, count one. Raise ArgumentError for a layer that a model
+        lacks.
         """
         if (asked := self.options.layers) is None:
             return len(self.models)
@@ -113,7 +114,7 @@ class Request:
 
     @property
     def sequences(self) -> int:
-        """The number of sequences of text that all models read, of the lengths that they can read."""
+        """The number of text sequences that all models read together, at the lengths that each can read."""
         most = [sizes_of(spec).get("positions", math.inf) for spec in self.models]
         lengths = sum(sum(n <= longest for n in self.lengths) or 1 for longest in most)
         return lengths * len(self.options.texts) * self.samples
@@ -121,8 +122,8 @@ class Request:
 
 @dataclass(frozen=True)
 class TasksLeft:
-    """The number of tasks of a figure that are left, or why it cannot be made (``refused``). Of models that
-    are ``unknown`` until they are loaded, one layer is counted for all.
+    """How many tasks of a figure are left, or why it cannot be made (``refused``). Models in ``unknown`` are
+    counted with one layer, because their number of layers is known only after loading.
     """
 
     name: str
@@ -134,7 +135,7 @@ class TasksLeft:
 def tasks_left(
     chosen: Sequence[PaperFigure], options: FigureOptions, folder: str | os.PathLike[str]
 ) -> list[TasksLeft]:
-    """Count the tasks of each figure that its folder lacks, without loading a model."""
+    """Count the tasks of each figure that are not yet done in its folder, without loading a model."""
     found = []
     for figure in chosen:
         request = Request(figure, options)
@@ -149,24 +150,24 @@ def tasks_left(
 
 
 def sizes_of(spec: ModelSpec) -> dict[str, int]:
-    """Return the sizes of a model, as far as its folder states them."""
+    """Return the sizes of a model, such as its number of layers, as far as its folder states them."""
     folder = None if spec.part else folder_of(spec.name, random_init=spec.random_init)
     return {} if folder is None else stated_sizes(folder)
 
 
 def task_of(key: Mapping[str, Any]) -> str:
-    """Return the name of the task to which a unit of work belongs: heads and scopes of a layer are one."""
+    """Return the name of the task that includes a unit of work. All heads and scopes of a layer share one."""
     return json.dumps({name: key[name] for name in sorted(key) if name not in ("head", "scope")})
 
 
 def count_left(request: Request, folder: str | os.PathLike[str]) -> int:
-    """Count the tasks of one figure that its own ``folder`` lacks; refuse layers that a model lacks."""
+    """Count the tasks of one figure not yet done in its own ``folder``; refuse layers that a model lacks."""
     request.layer_count()
     return max(request.figure.count(request) - _done(request, Path(folder)), 0)
 
 
 def _done(request: Request, folder: Path) -> int:
-    """Count the tasks of a request that the store in a folder has."""
+    """Count the tasks of a request whose results are already in the store in a folder."""
     from howsmooth.study.store_file import store_there
 
     if not store_there(folder):
@@ -192,7 +193,7 @@ def _done(request: Request, folder: Path) -> int:
 
 
 def choose_figures(names: Sequence[str]) -> list[PaperFigure]:
-    """Return the figures with the given names, or all, in the order of the paper.
+    """Return the figures with the given names, or all if there are no names, in the order of the paper.
 
     A figure may also be named by its place in the paper, such as ``figure-2``. An ArgumentError names the
     figures if there is none of such a name.
@@ -212,7 +213,7 @@ def choose_figures(names: Sequence[str]) -> list[PaperFigure]:
 
 
 def _figure(module: str, name: str, title: str, paper: str, about: str, **size: Any) -> PaperFigure:
-    """Return a figure that a module measures and shows; the module is imported when it is needed."""
+    """Define a figure by the module that measures and shows it, which is imported only when needed."""
 
     def calling(function: str) -> Callable[..., Any]:
         return lambda *given: getattr(import_module(f"howsmooth.paper.{module}"), function)(*given)

@@ -32,8 +32,8 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Unit(Task):
-    """A unit of work: a function whose rows are stored together under ``key``, the values on which they
-    depend. ``words`` describes the unit in progress messages.
+    """A unit of a figure's work: the function ``measure``, whose rows are stored together. ``key`` has all
+    values on which the rows depend; ``words`` describes the unit in progress messages.
 
     With ``sites``, the function takes the result of ``sites()``: layers of a model, which are captured in
     this process also if the rows are computed on a worker.
@@ -85,7 +85,7 @@ class Unit(Task):
 
 @dataclass(frozen=True, eq=False)
 class Bench(Request):
-    """A request with the store of its figure, and all that is needed to measure it.
+    """All that is needed to measure one figure: the request, the store, the workers and the runner.
 
     ``made`` says for the HTML page how the numbers were made. ``studies`` are the models and texts of the
     figure. Figures add entries to both.
@@ -110,8 +110,8 @@ class Bench(Request):
         return self.means.models
 
     def kept(self, units: Iterable[Unit]) -> pd.DataFrame:
-        """Compute the units that the store lacks, and return a table of the rows of all units, in which the
-        entries of each unit's key are the first columns.
+        """Compute the units of work whose rows the store lacks. Return the rows of all units as one table,
+        whose first columns are the entries of the units' keys.
         """
         units = list(units)
         known = self.store.keys(FigureRow, ("unit",))
@@ -124,7 +124,7 @@ class Bench(Request):
 
 
 def models_for(options: FigureOptions) -> Models:
-    """Return a loader of models with the seed, the device and the dtype of some options."""
+    """Return a loader of models, with the seed, the device and the dtype of the options."""
     return Models(Plan(seed=options.seed, device=options.device, dtype=options.dtype))
 
 
@@ -132,7 +132,7 @@ def models_for(options: FigureOptions) -> Models:
 def opened_bench(
     figure: PaperFigure, options: FigureOptions, folder: str | os.PathLike[str], means: Means
 ) -> Iterator[Bench]:
-    """Open the store in a figure's folder, which belongs to one seed, and yield the bench of the figure."""
+    """Open the store in a figure's folder, and yield all that is needed to measure the figure."""
     tasks = count_left(Request(figure, options), folder)
     with Store.open(folder, late=True) as store:
         store.check(FIGURE, {"seed": options.seed})

@@ -1,4 +1,4 @@
-"""Appendix C.5: up to about which n = e^(2γR²) the constant of each head of a model can grow like √n."""
+"""Appendix C.5: measure γR² of each head, whose constant can grow like √n up to about n = e^(2γR²)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NAMES = {
 
 
 def measure(bench: Bench) -> pd.DataFrame:
-    """Compute γ and the norms of its tokens for each head, a row for each model, text, length and head."""
+    """Compute γ and the token norms of each head; return a row for each model, text, length and head."""
     units = []
     for model in models_of(bench, layers=lambda _: "all", fitting=bench.options.lengths is None):
         key = {"layers": model.plan.layers.text, "samples": model.plan.samples}
@@ -62,7 +62,7 @@ def _rows(label: str, sites: list[Any]) -> Iterator[Values]:
 
 
 def over_texts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Compute γR² for each head, R the root mean square norm of its tokens over all texts and lengths.
+    """Compute γR² of each head, where R is the root mean square norm of its tokens over texts and lengths.
 
     ``strength``, ``strength_from`` and ``strength_to`` are γR² for this R, and for the smallest and the
     largest one of a sequence; NaN if A has no real eigenvalue.

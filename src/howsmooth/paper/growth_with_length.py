@@ -21,7 +21,7 @@ __all__ = ["LengthGrowth", "growths"]
 
 @dataclass(frozen=True, eq=False)
 class LengthGrowth:
-    """The measured constants of one layer on one text (``rows``), and the powers of n fitted to them.
+    """The measured constants of one layer on one text (``rows``), and the power laws fitted to them.
 
     ``published`` has the published code's values at the same sequences, with the columns ``n``, ``lipschitz``
     and ``ratio`` (to the correct constant); it is empty if they were not asked for. ``entering`` has the
@@ -58,17 +58,17 @@ class LengthGrowth:
 
     @property
     def constant_correlation(self) -> Correlation:
-        """The correlation of log R and the logarithm of the constant."""
+        """The correlation of the logarithm of the constant with the logarithm of the token norm R."""
         return _correlation(self.drawn, "lipschitz", "radius_mean")
 
     @property
     def entering_correlation(self) -> Correlation:
-        """The correlation of log n and log R, R the norm of entering tokens; NaN without them."""
+        """The correlation of log n with the log norm of the tokens that enter the layer; NaN if unknown."""
         rows = pd.DataFrame({"n": [], "radius": []}) if self.entering is None else self.entering
         return _correlation(rows, "n", "radius")
 
     def columns(self) -> dict[str, Any]:
-        """Return the row of the figure's table."""
+        """Return the row of the figure's table for this layer and text."""
         row = {
             "model": self.model,
             "layer": self.layer,
@@ -124,7 +124,7 @@ def _exponent(of: str, fit: Exponent) -> dict[str, float]:
 
 
 def growths(models: Sequence[ModelWithTexts]) -> list[list[LengthGrowth]]:
-    """Measure the constants of all models on their texts, and with ``as_published`` the published values.
+    """Measure the constants of all models on their texts and, if asked for, the published code's values.
 
     There is one list for each layer, with one :class:`LengthGrowth` for each text.
     """
@@ -143,7 +143,7 @@ def growths(models: Sequence[ModelWithTexts]) -> list[list[LengthGrowth]]:
 
 
 def _beside_corrected(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the published values, each with its ratio to the correct constant."""
+    """Return the published code's values, each with its ratio to the correct constant."""
     place = ["layer", "text", "n", "sample"]
     right = rows[rows["quantity"] == CORRECTED].set_index(place)["lipschitz"]
     theirs = rows[rows["quantity"] == PUBLISHED].set_index(place)[["lipschitz"]]

@@ -1,4 +1,4 @@
-"""Build the heads and the measures of the figures that involve no model: A = γI, V = I, and two Diracs."""
+"""Build the inputs of figures without a model: a head with A = γI and V = I, and measures of two Diracs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def identity_head(gamma: float, d: int = 4) -> SelfAttention:
 
 
 def two_diracs(radius: float, ratio: float, log_weights: Float64[Tensor, "2"], d: int = 4) -> DiscreteMeasure:
-    """Return a measure of two Dirac masses at radius · u and ratio · radius · u, u the first unit vector."""
+    """Return a measure with Dirac masses at radius · u and ratio · radius · u, u the first unit vector."""
     points = torch.zeros(2, d, dtype=torch.float64)
     points[0, 0], points[1, 0] = radius, ratio * radius
     return DiscreteMeasure(points, log_weights=log_weights)

@@ -1,4 +1,4 @@
-"""Load the models of a figure with its texts, at whose sequences layers are measured or captured."""
+"""Load the models and texts of a figure, and measure or capture layers at sequences of the texts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def models_of(bench: Bench, **chosen: Any) -> list[ModelWithTexts]:
 
 
 class ModelWithTexts:
-    """A model with all texts of a figure; their sources are noted for the HTML page.
+    """A model of a figure, with all texts of the figure. Their sources are noted for the HTML page.
 
     ``layers`` chooses the layers from their number if the user named none; by default the first of a model
     without mask, and layer 6 (or the last) of a masked one. ``scopes`` and ``lengths`` are those of a
@@ -122,7 +122,7 @@ class ModelWithTexts:
         layers: Sequence[int] | None = None,
         samples: int | None = None,
     ) -> list[Any]:
-        """Capture layers at sequences of n tokens of a text; by default those of the plan, at all of them."""
+        """Capture layers at sequences of n tokens of a text: by default the plan's layers at all samples."""
         starts = [subject.starts[n, sample] for sample in range(samples or self.plan.samples)]
         tokens = subject.feed.inputs(starts, n)
         assert isinstance(tokens, Tensor)  # of a text
@@ -137,8 +137,8 @@ class ModelWithTexts:
         key: dict[str, Any],
         **captured: Any,
     ) -> Unit:
-        """Return a unit that computes rows from layers captured as :meth:`sites` does; ``key`` has the values
-        on which they depend, beside the model, the text and the settings.
+        """Return a unit of work that captures layers as :meth:`sites` does, and computes rows from them.
+        ``key`` has the values on which the rows depend, beside model, text and settings.
         """
         of_text = {"text": subject.text.name, "digest": subject.text.digest, "n": n}
         key = self.key(**{"fingerprint": subject.fingerprint} | of_text | key)
@@ -150,7 +150,7 @@ class ModelWithTexts:
         return {"model": self.label, "fingerprint": self.subjects[0].fingerprint, **same, **more}
 
     def measured(self, kind: type[Row] = Measurement) -> pd.DataFrame:
-        """Return the constants that the plan asks for, or the published values at the same sequences."""
+        """Return the stored constants of the plan, or the published code's values at the same sequences."""
         table = self.bench.store.table(kind)
         return table[
             (table["model"] == self.label)
@@ -178,7 +178,7 @@ class ModelWithTexts:
 
 
 def measure_constants(models: Sequence[ModelWithTexts], *, published: bool = False) -> None:
-    """Measure the constants, and the published values if asked for, that plans need and the store lacks."""
+    """Measure the missing constants of all models and, if asked for, the published code's missing values."""
     bench = models[0].bench
     kinds: list[Callable[[PreparedStudy], Work]] = [constants_left]
     kinds += [published_left(None)] if published else []
@@ -214,6 +214,6 @@ def attention_of(site: Any, label: str, *, bilinear: bool = False) -> SelfAttent
 
 
 def other_scores(f: SelfAttention) -> str:
-    """Name what the paper does not treat: scores other than ⟨A x_i + b, x_j⟩, and masks but the causal."""
+    """Name features of attention that the paper does not treat, such as rotary positions; empty if none."""
     named = {"rotary positions": f.rotary, "a window": f.window, "another mask": f.mask}
     return " and ".join([*(name for name, one in named.items() if one is not None), *f.feature_names()])

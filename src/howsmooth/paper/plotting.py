@@ -96,8 +96,8 @@ def fitted(fit: Exponent, colour: str, label: str = "", dashes: Dashes = SOLID) 
 def with_slope(
     rows: pd.DataFrame, x: str, y: str, slope: float, label: str, colour: str, dashes: Dashes = DASHED
 ) -> Iterator[Curve]:
-    """Yield the line c · x^slope, with c fitted to two columns of a table by least squares of the logarithms;
-    yield nothing unless positive points have two different x.
+    """Yield the line c · x^slope, where c is fitted to two columns of a table by least squares of the
+    logarithms. Yield nothing if the positive points have fewer than two different x.
     """
     there = rows[(rows[x] > 0) & (rows[y] > 0)]
     if there[x].nunique() > 1:
@@ -120,8 +120,8 @@ def draw_panels(
     sharex: bool = False,
     sharey: bool = False,
 ) -> tuple[Canvas, np.ndarray]:
-    """Draw rows of panels as :func:`howsmooth.results.curves.draw` does, in the width of a page; one panel a
-    row is narrower unless ``wide``.
+    """Draw rows of panels as :func:`howsmooth.results.curves.draw` does, in the width of a page. A single
+    column of panels is narrower unless ``wide``.
     """
     width = _WIDTH if wide or len(panels[0]) > 1 else _NARROW
     return drawn(panels, (width, height), sharex=sharex, sharey=sharey)
@@ -141,7 +141,7 @@ def write_picture(
 
 
 def power(fit: Exponent) -> str:
-    """Say a fitted exponent, as in "n to the power 0.31 (95 % interval 0.29 to 0.33)"."""
+    """Put a fitted exponent into words, as in "n to the power 0.31 (95 % interval 0.29 to 0.33)"."""
     if fit.note:
         return f"n to no power that could be fitted ({fit.note})"
     slope, low, high = (decimal(value, 2) for value in (fit.slope, fit.low, fit.high))
@@ -149,19 +149,19 @@ def power(fit: Exponent) -> str:
 
 
 def power_label(fit: Exponent, *, ends: bool = True) -> str:
-    """Write a fitted exponent as a label of matplotlib, such as "$n^{0.31}$ [0.29, 0.33]"."""
+    """Write a fitted exponent as a matplotlib label, such as "$n^{0.31}$ [0.29, 0.33]"."""
     slope, low, high = (decimal(value, 2) for value in (fit.slope, fit.low, fit.high))
     return "no exponent" if fit.note else f"$n^{{{slope}}}$" + (f" [{low}, {high}]" if ends else "")
 
 
 def correlation_label(found: Correlation) -> str:
-    """Write a correlation as a label of matplotlib, such as "$r = 0.31$ [0.29, 0.33]"."""
+    """Write a correlation as a matplotlib label, such as "$r = 0.31$ [0.29, 0.33]"."""
     value, low, high = (decimal(one, 2) for one in found)
     return "no correlation" if math.isnan(found.value) else f"$r = {value}$ [{low}, {high}]"
 
 
 def between(values: pd.Series, say: str = "{:.3g}") -> str:
-    """Say the range of some numbers, as in "0.3 to 1.2", or the number if all are equal."""
+    """Put the range of some numbers into words, as in "0.3 to 1.2"; one number if all are equal."""
     low, high = (say.format(float(end)) for end in (values.min(), values.max()))
     return low if low == high else f"{low} to {high}"
 

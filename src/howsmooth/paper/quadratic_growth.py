@@ -1,4 +1,4 @@
-"""Appendix C.7: the constant of attention at tokens where it grows like the squared radius R²."""
+"""Appendix C.7: measure attention at tokens where its constant grows like the squared radius R²."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def measure(bench: Bench) -> pd.DataFrame:
 
 
 def lengths_from_3(asked: tuple[int, ...]) -> list[int]:
-    """Return at most four of the requested lengths from 3 on, evenly over their sorted list."""
+    """Return at most four of the requested lengths of at least 3, spread evenly over their sorted list."""
     there = sorted(n for n in asked if n >= 3)
     if not there:
         expected = "some of at least 3: a zero and a pair ±Ru"
@@ -76,7 +76,7 @@ def _of_layer(model: ModelWithTexts, layer: int, n: int) -> Iterator[Unit]:
 
 
 def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Values]:
-    """Yield the constant of a head and the logarithms of upper bounds on the ball, for each radius R."""
+    """Yield a row for each radius R: the constant of a head, and logarithms of upper bounds on the ball."""
     n, parameters = int(key["n"] or 0), parameters_of(f)
     head = parameters.one_head("quadratic growth")
     norm, tokens = head.A_norm, balanced_direction(head)
@@ -102,7 +102,7 @@ def _rows(f: SelfAttention, key: Key, real: float | None) -> Iterator[Values]:
 
 
 def exponents_in_radius(rows: pd.DataFrame) -> pd.DataFrame:
-    """Fit a power of R to each head and length where ‖A‖R² is at least :data:`FAR`, without real radii."""
+    """Fit a power of R for each head and length, at the radii where ‖A‖R² is at least :data:`FAR`."""
     names = ["model", "layer", "head", "n"]
     found = []
     for key, part in rows[~rows["real"].astype(bool)].groupby(names, sort=False):

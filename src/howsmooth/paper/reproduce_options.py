@@ -67,6 +67,5 @@ class FigureOptions:
     dtype: Literal["float32", "float64"] = "float32"
 
     def __post_init__(self) -> None:
-        """Choose the default text."""
         if self.texts is None:
             vars(self)["texts"] = (DEFAULT_TEXT,)

@@ -37,8 +37,8 @@ _MOST_ROWS = 300
 
 @dataclass(frozen=True, eq=False)
 class Reproduction:
-    """The path of the HTML page, and by the name of a figure its finding, the seconds that it took, and the
-    reason why it was ``refused``.
+    """The path of the HTML page, and dictionaries from the name of a figure to its finding, to the seconds it
+    took, and to the reason why it was refused.
     """
 
     page: Path
@@ -117,8 +117,8 @@ def _write_page(made: Reproduction, options: FigureOptions, folder: Path, comman
 def figures_page(
     sections: Sequence[tuple[PaperFigure, str]], command: str, environment: Mapping[str, str]
 ) -> str:
-    """Return the page as HTML, from pairs of a figure and its section, the command that the user typed, and
-    the software and hardware (:func:`howsmooth.study.environment.environment`).
+    """Return the HTML page made of the given figures and their sections. It also shows the command that the
+    user typed, and the software and hardware (:func:`howsmooth.study.environment.environment`).
     """
     html = parts()
     links = {figure.name: f"{figure.paper}: {figure.title}" for figure, _ in sections}

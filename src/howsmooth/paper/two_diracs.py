@@ -50,7 +50,7 @@ _BOUNDS = (
 
 
 def measure(bench: Bench) -> pd.DataFrame:
-    """Measure the constant for both families and both weights at every radius, a row each."""
+    """Return a row with the constant for each family of measures, each weight and each radius."""
     describe(bench, "two Diracs in four dimensions, A = −I or 8I, V = I")
     units = []
     for family, weight, radius in product(_FAMILIES, _WEIGHTS, _RADII):
@@ -90,7 +90,7 @@ def _log_weights(weight: str, g: float) -> Float64[Tensor, "2"]:
 
 
 def show(rows: pd.DataFrame, folder: Path) -> Finding:
-    """Draw the constant against the radius, and divided by the rate of Proposition 3.6."""
+    """Draw the constant against the radius, as it is and divided by the growth rate of Proposition 3.6."""
     logs = rows.filter(like="log_").astype(np.float64)
     ratios = rows.assign(**logs.sub(rows["log_asymptotic"], axis=0).apply(np.exp))
     decades = rows.assign(**logs / math.log(10))
@@ -128,7 +128,7 @@ def show(rows: pd.DataFrame, folder: Path) -> Finding:
 
 
 def result_sentences(rows: pd.DataFrame) -> list[str]:
-    """Return sentences on the constants at the largest radius and on the measurements outside a bound."""
+    """Return sentences on the constants at the largest radius, and on measurements that violate a bound."""
     logs, converged = rows["log_value"], rows["converged"].astype(bool)
     form = rows["log_paper"].where(rows["weight"] == PAPER_WEIGHT, rows["log_better"])
     last = rows[rows["radius"] == rows["radius"].max()]

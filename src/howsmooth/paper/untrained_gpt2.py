@@ -48,7 +48,7 @@ def measure(bench: Bench) -> tuple[list[list[LengthGrowth]], list[str]]:
 
 
 def _norms(model: ModelWithTexts) -> pd.DataFrame:
-    """Return the norms of the tokens that enter the layers, before their norm layers, for each sequence."""
+    """Return for each sequence the norms of the tokens that enter each layer, before its norm layer."""
     units = []
     for subject, n in model.places():
         starts = [subject.starts[n, sample] for sample in range(model.plan.samples)]
@@ -66,8 +66,8 @@ def _entering(sites: list[Any]) -> list[Values]:
 
 
 def show(found: tuple[list[list[LengthGrowth]], list[str]], folder: Path) -> Finding:
-    """Draw two panels for each layer, the constants and below them the norms of the tokens, both against the
-    length; a picture has at most four layers. Describe both.
+    """Draw the constants of each layer against the length, and below them the norms of its tokens, with at
+    most four layers in a picture. Describe both.
     """
     layers, reasons = found
     pictures = []
@@ -92,7 +92,7 @@ def _picture(layers: Sequence[list[LengthGrowth]], folder: Path) -> plotting.Pic
 
 
 def _panels(layer: Sequence[LengthGrowth]) -> tuple[Panel, Panel]:
-    """Return the panels of the constants and of the norms of one layer against n; each text has a colour."""
+    """Return two panels of one layer against n: its constants and its token norms. Each text has a colour."""
     constants, norms, above, below = list[Curve](), list[Curve](), [f"layer {layer[0].layer}"], list[str]()
     for each, (colour, mark) in zip(layer, cycle(plotting.LOOKS), strict=False):
         rows, theirs, text = each.rows, each.published, literal(readable(each.text, 24))

@@ -1,4 +1,4 @@
-"""Draw and describe the constants of Section 5.2: at the paper's worst inputs, on text, and found."""
+"""Draw and describe the constants of Section 5.2: at the paper's worst inputs, on text, and from a search."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _NAMES = {
 
 
 def side_by_side(rows: pd.DataFrame, text: pd.DataFrame, head: int) -> Values:
-    """Combine what is known of one head in one ball at one length, from constants and bounds (``rows``) and
-    the converged measurements on text.
+    """Combine the constants and bounds of one head, in one ball at one length, into one row. ``rows`` are
+    those in the ball, ``text`` the converged measurements on text.
 
     The constants are ``paper`` at the paper's tokens, ``wrong slices`` at the published code's, ``as
     published`` as that code computes it, and after a search ``found``, the largest known, ``found by`` the
@@ -133,7 +133,7 @@ def _panel(rows: pd.DataFrame) -> Panel:
 
 
 def _result_sentences(rows: pd.DataFrame) -> list[str]:
-    """Return a sentence on each ball of one layer, and on the published code and unconverged values."""
+    """Return sentences on each ball of one layer, on the published code, and on unconverged values."""
     said = [_ball_words(ball) for ball in _balls(rows)]
     papers = rows.pivot_table(index="R", columns="n", values="paper")
     moves = ((papers / papers.max() - 1).abs() > _SATURATED).any(axis=1)

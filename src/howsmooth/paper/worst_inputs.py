@@ -43,7 +43,7 @@ _OTHER_EFFORT = _EFFORT | {"steps": 30, "random_starts": 2}
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """One layer of a model, and the numbers of tokens of its worst inputs.
+    """One layer of a model, and the lengths at which its worst inputs are measured.
 
     If its scores are not the paper's, as with rotary positions, ``heads`` has the attacked head for each
     length that the model reads. ``fused`` says whether queries, keys and values have one weight.
@@ -89,7 +89,7 @@ def measure(bench: Bench) -> pd.DataFrame:
 
 
 def _layers(model: ModelWithTexts, lengths: list[int]) -> Iterator[_Layer]:
-    """Capture the layers of a model at one sequence of each length of the first text, and yield them."""
+    """Yield the layers of a model, captured at one sequence of the first text for each length."""
     subject = model.subjects[0]
     captured = {n: model.sites(subject, n, samples=1) for n in model.plan.lengths}
     inner = getattr(model.study.models.load_for(subject), "model", None)
@@ -151,8 +151,8 @@ def _at_searched_tokens(
 
 
 def _at_published_tokens(f: SelfAttention, fused: bool, radius: float, n: int, seed: int) -> Iterator[Values]:
-    """Yield what the published code computes for each head at the two clusters that it constructs, and if it
-    slices a fused weight along the wrong axis, also the constants there.
+    """Yield what the published code computes for each head at its own two clusters. If the code cuts a fused
+    weight along the wrong axis, also yield the correct constants there.
     """
     sliced = wrong_slices(f) if fused else f
     for h in _real(sliced):
@@ -165,7 +165,7 @@ def _at_published_tokens(f: SelfAttention, fused: bool, radius: float, n: int, s
 
 
 def _real(f: SelfAttention) -> list[int]:
-    """Return the heads whose A has a real eigenvalue: the paper's tokens exist only for these."""
+    """Return the indices of the heads whose A has a real eigenvalue; the paper's tokens need one."""
     return [h for h, head in enumerate(parameters_of(f).heads) if head.real_eigenpairs]
 
 

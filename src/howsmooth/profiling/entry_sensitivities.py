@@ -1,4 +1,4 @@
-"""The sensitivity of the output of an attention layer to each entry of its keys and values.
+"""How much the output of an attention layer changes with each entry of its keys and values.
 
 The formulas and their proofs stand on the documentation page "Errors in queries, keys and values".
 """
@@ -21,8 +21,8 @@ __all__ = ["entry_sensitivities"]
 def entry_sensitivities(
     f: SelfAttention, x: Float[Tensor, "n d"]
 ) -> tuple[Float64[Tensor, "kv_heads n key_dim"], Float64[Tensor, "kv_heads n value_dim"]]:
-    """Return the norm of the derivative of the output of a layer with respect to each entry of its keys and
-    of its values, in float64.
+    """Return for each entry of a layer's keys, and of its values, the norm of the derivative of the layer's
+    output with respect to this entry, in float64.
 
     The keys and values are those that the scores are formed from, after biases, norm layers and rotary
     positions. In key j the Gram matrix of the derivative is Σ_i Σ_gh ⟨u^g_ij, u^h_ij⟩ q^g_i (q^h_i)ᵀ with

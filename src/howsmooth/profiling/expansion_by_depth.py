@@ -40,7 +40,8 @@ _CURVES = {
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class DepthProfile(ResultWithInfluence):
-    """The constants of each stage of a model at one input, of the model up to its end, and of what follows.
+    """Lipschitz constants at one input: of each stage of a model, of the model up to the end of this stage,
+    and of the rest of the model.
 
     A stage is what comes before the first block (``embeddings``), a block, or what comes after the last one
     (``output``: the last norm layer and the output layer).
@@ -69,7 +70,7 @@ class DepthProfile(ResultWithInfluence):
 
     @property
     def citation(self) -> str:
-        """One line to cite, with the constant of the whole model and the product of those of its stages."""
+        """One line to cite, with the constant of the whole model and the product of its stages' constants."""
         last = plain_rows(self.table)[-1]
         return (
             f"Local Lipschitz constant of {self.model} from its embeddings to its {self.output} at "
@@ -112,7 +113,7 @@ class DepthProfile(ResultWithInfluence):
 
     @styled
     def plot(self) -> Figure:
-        """Draw ``own``, ``until``, ``beyond`` and ``product`` as curves with a point for each stage."""
+        """Draw the columns ``own``, ``until``, ``beyond`` and ``product`` of the table against the stages."""
         table = self.table.assign(place=range(len(self.table)))
         look: dict[str, Any] = {"mark": "o", "size": 9, "dashes": DASHED}
         curves = [Curve(table["place"], table["product"], "product of the stages", GREY, **look)]
@@ -157,8 +158,8 @@ def depth_profile(
     influence: bool = False,
     on_layer: Callable[[float, int], None] | None = None,
 ) -> DepthProfile:
-    """Measure the local Lipschitz constant of each block of a model, of the model up to the end of this
-    block, and of the model after it, at one input (:func:`howsmooth.local_lipschitz`).
+    """Measure local Lipschitz constants at one input (:func:`howsmooth.local_lipschitz`): of each block of a
+    model, of the model up to the end of this block, and of the model after it.
 
     The product of the constants of all stages is an upper bound on the constant of the whole model. The two
     are equal only if the directions that the stages expand most are aligned: their ratio measures this.

@@ -94,7 +94,7 @@ class Precision(InputResult):
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The table by the predicted divergence, or the predicted change without logits, in decreasing order.
+        """The table in decreasing order of the predicted divergence or, without logits, the predicted change.
 
         The columns are those of ``table`` without ``output_norm`` and ``name``, and without the divergences
         if there are none.
@@ -128,7 +128,7 @@ class Precision(InputResult):
         return pd.DataFrame(rows)
 
     def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
-        """Choose bits for the keys and the values of each head, at most ``average`` bits on average.
+        """Choose how many bits the keys and the values of each head get, at most ``average`` on average.
 
         The numbers of bits are chosen among those in the table for the quantiser, so measure several, such as
         2, 3, 4, 5, 6 and 8. All heads start with the smallest number. Bits are then added where they lower
@@ -202,7 +202,7 @@ class Precision(InputResult):
 
     @property
     def citation(self) -> str:
-        """One line to cite, with the divergences of all keys and values at once, and rank correlations."""
+        """One line to cite, with the divergences for all keys and values quantised, and rank correlations."""
         at_once = "".join(f" {line};" for line in self._together_in_words())
         return (
             f"Quantised keys and values at the softmax of {self.model} at {self.input} (n = {self.n}):"
@@ -226,7 +226,7 @@ class Precision(InputResult):
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on all keys and values at once, on unreliable predictions, and on rank correlations."""
+        """Sentences on quantising all keys and values, unreliable predictions, and rank correlations."""
         found = [f"A{words[1:]}." for words in self._together_in_words()]
         if bool((self.table["predicted_kl"] > _HOLDS).any()):
             found.append(
@@ -257,8 +257,9 @@ class Precision(InputResult):
 
     @styled
     def plot(self) -> Figure:
-        """Draw the predicted effect on each head, for the fewest bits and the first quantiser, and the real
-        effects against the predicted ones: divergences, or changes of the attention's output.
+        """Draw heatmaps of the predicted effect of quantising each head's keys and values to the fewest bits,
+        and a scatter plot of real against predicted effects. An effect is a divergence or a change of the
+        output.
         """
         predicted, real = ("predicted_kl", "kl") if self.has_kl else ("predicted", "change")
         what = "divergence (nats)" if self.has_kl else "change of the output"
@@ -417,7 +418,7 @@ def precision(
 
 
 def with_head(load: Callable[..., LoadedModel]) -> LoadedModel:
-    """Load a model with the output layer that computes its logits, or without one if the model has none."""
+    """Load a model with the output layer that computes its logits, or without it if there is none."""
     try:
         return load(head=True)
     except ModelError:
@@ -431,7 +432,7 @@ def _rows(
     bits: Sequence[int],
     quantisers: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a layer; of quantisers that are the same on this layer, only those of the first."""
+    """Yield the table's rows for one layer. If quantisers act alike on the layer, only the first has rows."""
     f, x = at.attention()
     q, *operands = f.projections(x)
     heads, size = _heads(f, q, *operands), float(torch.linalg.vector_norm(f(x)))

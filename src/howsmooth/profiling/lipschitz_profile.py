@@ -103,7 +103,7 @@ class Profile(ResultWithInfluence):
         )
 
     def sensitive_tokens(self, layer: int, head: int | None = None) -> pd.DataFrame:
-        """Return the tokens of one layer or head, the largest ``input_share`` first.
+        """Return the tokens of one layer or head, in decreasing order of their ``input_share``.
 
         An ArgumentError says that the profile has no such layer or head.
         """
@@ -199,7 +199,9 @@ class Profile(ResultWithInfluence):
         return body
 
     def _sides(self, layer: int, head: int | None) -> Markup:
-        """Return all tokens twice, shaded by how much a change of them matters, and shows."""
+        """Return the tokens as HTML twice: shaded by how much a change of each matters, and by how each
+        changes.
+        """
         rows = self._tokens_of(layer, head)
         words = [visible_token(word) for word in self.words] or [f" {i} " for i in rows["position"]]
         sides = []

@@ -1,4 +1,4 @@
-"""Read a model and one input of the model, iterate over its layers with a progress bar, and the base class of
+"""Read a model and one input, go through the model's layers with a progress bar, and define the base class of
 results at one input.
 """
 
@@ -52,8 +52,8 @@ _LONGEST_PATH = 1024
 def shown_progress(
     on_step: Callable[..., None] | None, total: int, unit: str = "layer"
 ) -> Iterator[Callable[..., None]]:
-    """Yield ``on_step`` or, if it is None, a function of the numbers of steps that are done and of all steps,
-    which moves a progress bar.
+    """Yield a function of the numbers of finished and of all steps that shows the progress: ``on_step`` or,
+    if it is None, a function that moves a progress bar.
     """
     if on_step is not None:
         yield on_step
@@ -71,12 +71,12 @@ def shown_progress(
 
 
 def loaded_if_named(model: Any, **options: Any) -> Any:
-    """Load a model that is given by its name or folder, in the dtype of its weights; return any other."""
+    """Load a model given by its name or folder, in the dtype of its weights; return a module unchanged."""
     return load_model(model, dtype=None, **options) if isinstance(model, str | os.PathLike) else model
 
 
 def chosen_words(name: str, given: object, words: Sequence[str], remedy: str = "") -> tuple[str, ...]:
-    """Return the given words, each once; raise ArgumentError if there is none, or none of ``words``."""
+    """Return the given words, each once; raise ArgumentError if there are none or one is not allowed."""
     chosen = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else ()
     if not chosen or any(one not in words for one in chosen):
         expected = f"some of {', '.join(words)}"
@@ -180,7 +180,7 @@ class InputResult(Result):
         return "\n".join([*self._lines(), *left_out])
 
     def _lines(self) -> Sequence[str]:
-        """Return what is printed, without what was left out."""
+        """Return the printed lines, except those on what was left out."""
         raise NotImplementedError
 
     def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
@@ -194,7 +194,7 @@ class InputResult(Result):
         return [parts().words(said), *refused, picture, *self._body(images, most)]
 
     def _body(self, images: Mapping[str, str], most: int) -> list[str]:
-        """Return what stands on the page below the picture."""
+        """Return the HTML parts of the page below the picture."""
         raise NotImplementedError
 
     def described(self) -> dict[str, Any]:
@@ -203,15 +203,15 @@ class InputResult(Result):
         return {name: getattr(self, name) for name in names} | self._told()
 
     def _told(self) -> dict[str, Any]:
-        """Return the settings and the rows for JSON."""
+        """Return the settings and the rows of the table as a dict for JSON."""
         raise NotImplementedError
 
 
 def layers_of(
     given: GivenInputs, layers: Layers, on_layer: Callable[[int, int], None] | None
 ) -> Iterator[tuple[int, VerifiedLayer | CaptureError]]:
-    """Yield each self-attention layer of a model with its index, or the error if it cannot be captured, and
-    tell ``on_layer`` how many are done, and of how many (0: unknown yet).
+    """Yield the index of each self-attention layer of a model, with the layer or, if it cannot be captured,
+    the error. Call ``on_layer`` with the numbers of finished and of all layers; 0 if these are not yet known.
     """
     if layers is None or isinstance(layers, str | slice):
         every = (given.model.layers or 0) if isinstance(given.model, LoadedModel) else 0
@@ -317,7 +317,6 @@ def _decoder(tokenizer: Any) -> Callable[[Tensor], list[str]]:
 
 
 def _ids(inputs: object) -> Tensor:
-    """Check token ids, and return them as a tensor (n,)."""
     expected = "a text, token ids (n,) or (1, n), or a dict of tensors"
     try:
         ids = torch.as_tensor(inputs)
@@ -335,7 +334,7 @@ def _ids(inputs: object) -> Tensor:
 
 
 def _bounds(span: object, length: int, most: int) -> tuple[int, int]:
-    """Return the index of the first token of a span, and the index after its last, after checking them."""
+    """Check a span; return the index of its first token, and the index after its last token."""
     expected = f"start:end with 0 <= start < end <= {length}, the number of tokens"
     remedy = f"Give 0:{min(length, most)}, for example."
     if span is None:

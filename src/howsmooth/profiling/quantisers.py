@@ -31,7 +31,7 @@ _SIZES = {"group-32": 32, "group-64": 64}
 
 
 def checked_bits(bits: object) -> tuple[int, ...]:
-    """Return numbers of bits without repetitions; raise ArgumentError unless all are whole, from 2 to 16."""
+    """Return the numbers of bits, each once; raise ArgumentError unless all are whole, from 2 to 16."""
     given = (bits,) if isinstance(bits, int) else tuple(bits) if isinstance(bits, Sequence) else ()
     low, high = _BITS
     if not given or any(isinstance(b, bool) or not isinstance(b, int) or not low <= b <= high for b in given):
@@ -40,7 +40,7 @@ def checked_bits(bits: object) -> tuple[int, ...]:
 
 
 def group_of(quantiser: str, dim: int) -> str:
-    """Return the quantiser, or "token" if each of its groups has all ``dim`` channels of a token."""
+    """Return the quantiser's name, or "token" if a group would hold all ``dim`` channels of a token."""
     return "token" if _SIZES.get(quantiser, 0) >= dim else quantiser
 
 
@@ -69,8 +69,8 @@ Place = tuple[int, int, str]
 
 
 def simulated_kl(whole: RecordedModel, bits: Mapping[Place, int], quantiser: str) -> float:
-    """Return the KL divergence of a model's predictions when keys or values are quantised, with the number of
-    bits of each place; those of a layer are computed from the quantised layers before it.
+    """Return the mean KL divergence of a model's predictions if some keys or values are quantised; ``bits``
+    says which, and to how many bits. Quantised layers also change the keys and values of later layers.
     """
     renew_threads()
 

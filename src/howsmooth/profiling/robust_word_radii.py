@@ -71,7 +71,7 @@ class WordRadii(InputResult):
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The table, the smallest radius first."""
+        """The table, sorted by increasing radius."""
         return self.table.sort_values("radius", kind="stable", ignore_index=True)
 
     @property
@@ -174,7 +174,7 @@ class WordRadii(InputResult):
 
 
 def _attack(size: float | None, digits: int = 4) -> str:
-    """Format the size of an attack rounded up, so that a change of this size was found."""
+    """Format the size of an attack. It is rounded up, since a smaller change may not succeed."""
     if size is None or math.isnan(size):
         return "not searched"
     return "none" if math.isinf(size) else limit_in_digits(size, digits, upper=True)
@@ -321,7 +321,7 @@ def _class_name(module: nn.Module, label: int | None) -> str:
 
 
 def _best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row with the largest radius of one token, with the smallest attack of all its rows."""
+    """Return the row with the largest radius, but with the smallest attack found in all rows."""
     found = [row["attack"] for row in rows if row["attack"] is not None]
     return max(rows, key=lambda row: float(row["radius"])) | {"attack": min(found, default=None)}
 
@@ -333,7 +333,7 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
 
 
 def kept_rows(file: Path | None, key: str) -> list[dict[str, Any]]:
-    """Return the finished rows that a file has under a key."""
+    """Read the rows with the given key from a file."""
     rows = []
     lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
     for line in lines:

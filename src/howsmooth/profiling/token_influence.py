@@ -195,7 +195,7 @@ class Influence(Result):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ResultWithInfluence(InputResult):
-    """Base class of results at one input of a model that may say which token moves which."""
+    """Base class of results at one input that may also say how far each token moves each output."""
 
     #: Which token moves which; None where that was not measured.
     influence: Influence | None = None
@@ -225,7 +225,7 @@ class ResultWithInfluence(InputResult):
 def as_last_step(
     on_step: Callable[[float, int], None] | None, steps: int
 ) -> Callable[[float, int], None] | None:
-    """Return the ``on_output`` of an influence that is one more step after some that are done."""
+    """Return a progress callback that counts an influence as one further step after ``steps`` others."""
     if on_step is None:
         return None
     return lambda done, total: on_step(steps + done / total, steps + 1)
@@ -329,7 +329,7 @@ def influence(
 def influence_at(
     site: Any, words: Sequence[str] | None, place: str, output: str = "", **options: Any
 ) -> Influence:
-    """Measure the influence on a part of a model, with the texts of the tokens if there is one for each."""
+    """Measure how far tokens move outputs in a part of a model. Add the tokens' texts if all are known."""
     found = influence(site, **options)
     known = tuple(words or ()) if len(words or ()) == found.value.shape[1] else ()
     return replace(found, words=known, place=place, output=output)

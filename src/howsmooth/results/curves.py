@@ -1,4 +1,4 @@
-"""Draw curves and points into panels, the kind of picture of most results."""
+"""Draw curves and points into panels. Most results are drawn in this way."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Panel:
     names: Sequence[str] = ()
 
     def draw(self, axis: Axes, below: Sequence[Panel] = (), beside: Sequence[Panel] = ()) -> None:
-        """Draw the panel; those ``below`` and ``beside``, itself included, share its x and its y axis."""
+        """Draw the panel. Panels in ``below`` share its x axis, and panels in ``beside`` its y axis."""
         for curve in self.curves:
             curve.draw(axis)
         for place in self.verticals:
@@ -121,8 +121,8 @@ def draw(
     sharex: bool | Literal["all"] = False,
     sharey: bool | Literal["all"] = False,
 ) -> tuple[Figure, np.ndarray]:
-    """Draw rows of panels, of which the last may be shorter, into a new figure of a ``size`` in inches, and
-    return it with its axes (rows, columns).
+    """Draw rows of panels into a new figure of the given ``size`` in inches. The last row may be shorter.
+    Return the figure and its axes, an array (rows, columns).
 
     With ``sharex`` the panels of a column share the x axis, with ``sharey`` those of a row the y axis, and
     with ``"all"`` all panels.

@@ -59,7 +59,7 @@ class Figure(_Figure):
     """A figure that a notebook shows without ``%matplotlib inline``."""
 
     def savefig(self, *to: Any, **options: Any) -> None:
-        """Save the figure, without a warning for each character that the font lacks and that is a box."""
+        """Save the figure without warnings about characters that the font lacks, which become boxes."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")
             super().savefig(*to, **options)
@@ -69,7 +69,7 @@ class Figure(_Figure):
 
 
 def styled(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function draw in this style."""
+    """Decorate a function so that it draws in the common style of all figures."""
     return rc_context(STYLE)(function)
 
 
@@ -110,7 +110,7 @@ def logarithmic(values: np.ndarray) -> Normalize:
 
 
 def shades(values: Sequence[float] | pd.Series, norm: Normalize) -> np.ndarray:
-    """Return the colours of some values, of shape (values, 4)."""
+    """Return the colours of some values as RGBA, of shape (values, 4)."""
     found: np.ndarray = ScalarMappable(norm, COLOURS).to_rgba(np.asarray(values, dtype=float))
     return found
 
@@ -149,7 +149,7 @@ def literal(words: str) -> str:
 
 
 def titled(title: str, width: float) -> str:
-    """Break a title into lines of a width in inches, which matplotlib does not read as mathematics."""
+    """Break a title into lines of a width in inches; escape what matplotlib reads as mathematics."""
     return "\n".join(literal(fill(line, int(_CHARACTERS * width))) for line in title.split("\n"))
 
 
@@ -181,7 +181,7 @@ class Picture:
     narrow: bytes = b""
 
     def on_page(self) -> dict[str, Any]:
-        """Return the arguments of the part of a page that shows the picture."""
+        """Return the arguments of the page template that shows the picture."""
         narrow = data_url(self.narrow) if self.narrow else ""
         source = data_url(self.png.read_bytes())
         return {"source": source, "alt": self.alt, "width": self.width, "narrow": narrow}
@@ -190,7 +190,7 @@ class Picture:
 def picture(
     figure: Figure, folder: Path, stem: str, title: str, *, dots: int, overview: bool = False
 ) -> Picture:
-    """Write a figure as PNG and PDF files, and describe it; ``dots`` are the pixels of an inch on a page."""
+    """Write a figure as PNG and PDF, and return its description. On a page, an inch has ``dots`` pixels."""
     # Axes without a title or labels are colour bars and empty, which the alternative text does not mention.
     x, y, titles = (
         _plain([found for axis in figure.axes if axis.get_xlabel() and (found := getattr(axis, get)())])
@@ -205,7 +205,7 @@ def picture(
 
 
 def _stacked(figure: Figure, width: float, *, rows: bool) -> bytes:
-    """Put the panels of a figure below each other, by rows or by columns, and return the PNG."""
+    """Stack all panels of a figure, in the order of rows or columns, and return the PNG."""
     panels = [axis for axis in figure.axes if axis.get_visible() and axis.get_label() != "<colorbar>"]
     if not 2 <= len(panels) <= _MOST_STACKED:
         return b""

@@ -1,4 +1,4 @@
-"""Draw matrices as coloured cells, the kind of picture of heads, tokens and influences."""
+"""Draw matrices as coloured cells, for results on heads and tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_TICKS = 24
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """A matrix that is drawn as cells; a NaN stays white, and what is ``missed`` is crossed out.
+    """A matrix drawn as coloured cells. NaN stays white; cells marked in ``missed`` are crossed out.
 
     ``values`` has shape (rows, columns); ``rows`` and ``columns`` are their names, of which ``most`` stand
     beside the cells; names of columns that are ``words`` are upright.

@@ -1,4 +1,4 @@
-"""Write HTML pages: one template, one style sheet, and the parts that stand below each other on a page.
+"""Write HTML pages from one template, one style sheet, and parts such as tables and pictures.
 
 A page is one file without references to others. Its content security policy names the digests of its style
 sheet and of its script, so that a browser applies no other style and runs no other script, even if data
@@ -23,7 +23,7 @@ __all__ = ["cell", "frame", "page", "parts", "plain_text", "style_of_parts", "te
 
 
 def templates(*packages: str) -> jinja2.Environment:
-    """Return the templates of all results, after those of some packages, such as ``"howsmooth.study"``."""
+    """Return the page templates of all results; templates of the given ``packages`` take precedence."""
     loaders = [jinja2.PackageLoader(name) for name in (*packages, "howsmooth.results")]
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader(loaders),
@@ -70,7 +70,7 @@ def page(
     script: str = "",
     data: Mapping[str, Markup] | None = None,
 ) -> str:
-    """Return a page of parts as one HTML file.
+    """Join parts into one HTML page, and return it as text.
 
     ``style`` and ``script`` are those of this page alone; ``data`` are JSON that the script reads, by name.
     """
@@ -81,12 +81,12 @@ def page(
 
 @cache
 def style_of_parts() -> str:
-    """Return the style of the parts alone, which changes nothing else in a notebook."""
+    """Return the style sheet of a page's parts. It changes nothing else in a notebook."""
     return templates().get_template("parts.css").render()
 
 
 def plain_text(value: object, longest: int = 300) -> str | Markup:
-    """Show a name or text without control characters and of bounded length; HTML stays."""
+    """Return a name or text without control characters and shortened; return HTML unchanged."""
     return value if isinstance(value, Markup) else readable(str(value), longest)
 
 

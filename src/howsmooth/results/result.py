@@ -25,7 +25,7 @@ _IN_NOTEBOOK = 3
 
 
 class Result:
-    """Base class of everything that is answered, with a table, a figure, a page and files.
+    """Base class of all results, which have a table, a figure, a page and files.
 
     Imports of pandas, matplotlib and jinja stand in the methods: a measurement alone does not need them.
     """
@@ -51,7 +51,7 @@ class Result:
         return f"{self!r}; {made_by('torch')}; digest {self.digest}."
 
     def plot(self) -> Figure:
-        """Draw the result as a figure; what did not converge is hollow."""
+        """Draw the result as a figure; values that did not converge are hollow."""
         from howsmooth.results.curves import Panel, add_legend, draw
         from howsmooth.results.drawing import STYLE, rc_context
 
@@ -66,14 +66,14 @@ class Result:
 
     @property
     def digest(self) -> str:
-        """The first 12 digits of a SHA-256 hash of the table without the seconds, and of the model if there
-        is one; it changes with the seed, as the intervals do, and with every weight.
+        """The first 12 digits of a SHA-256 hash of the table without its seconds, and of the model if there
+        is one. It changes if the seed or a weight of the model changes.
         """
         table = self.table.drop(columns="seconds", errors="ignore").to_csv(index=False, lineterminator="\n")
         return hashlib.sha256(f"{getattr(self, 'fingerprint', '')}\n{table}".encode()).hexdigest()[:12]
 
     def to_latex(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write the table, of a profile its ranking, as LaTeX to a file, or return it as text.
+        """Write the table (of a profile, its ranking) as LaTeX to a file; without ``path``, return the text.
 
         It uses the package booktabs. Its caption contains the digest, its label is ``tab:howsmooth-`` with
         the digest, and the whole citation is a comment above it.
@@ -108,7 +108,7 @@ class Result:
         return self.TITLE
 
     def _in_latex(self) -> tuple[pd.DataFrame, str]:
-        """Return the table that ``to_latex`` writes, and the sentence of its caption without a full stop."""
+        """Return the table that ``to_latex`` writes, and its caption without the final full stop."""
         return self.table, self.title
 
     def _tables(self) -> dict[str, pd.DataFrame]:
@@ -120,7 +120,7 @@ class Result:
         return {self.NAME: self.plot()}
 
     def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
-        """Return the parts of the page, with details of at most ``most`` rows, and figures as data URLs."""
+        """Return the HTML parts of the page, with at most ``most`` rows; ``images`` are data URLs by name."""
         from howsmooth.results.page import frame, parts
 
         picture = parts().picture(images[self.NAME], f"{self.title}; the numbers are in the table.")
@@ -185,7 +185,7 @@ def in_interval(value: float, lower: float, upper: float, *, converged: bool) ->
 
 
 def intervals(table: pd.DataFrame, x: str, label: str = "measured", column: str = "", **look: Any) -> Curve:
-    """Return a curve of the constants of a table, with intervals as bars; what did not converge is hollow."""
+    """Return a curve of a table's constants, with intervals as bars; unconverged constants are hollow."""
     from howsmooth.results.curves import Curve
 
     names = [f"{column}_{end}" if column else end for end in ("lower", "upper", "converged")]

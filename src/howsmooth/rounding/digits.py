@@ -1,4 +1,4 @@
-"""Limits and intervals as text, rounded outwards: what is printed holds, too."""
+"""Format limits and intervals as text, rounded outwards, so that the printed numbers are limits, too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __all__ = ["COLUMNS_IN_DIGITS", "interval_in_digits", "limit_in_digits"]
 
 
 def limit_in_digits(value: float, digits: int, *, upper: bool) -> str:
-    """Format an upper limit rounded up, or a lower limit rounded down, with a given number of significant
-    digits.
+    """Format a limit with a given number of significant digits. An upper limit is rounded up, a lower limit
+    down.
     """
     rounding = decimal.ROUND_CEILING if upper else decimal.ROUND_FLOOR
     rounded = decimal.Context(prec=digits, rounding=rounding).create_decimal(value)

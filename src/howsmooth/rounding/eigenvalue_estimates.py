@@ -1,4 +1,4 @@
-"""Estimates of largest eigenvalues, which are not proved: certificates start from them."""
+"""Unproved estimates of largest eigenvalues, with which the search for proved bounds starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GAIN = 1e-10
 
 
 def largest_eigenvalue_estimates(g: Float[Tensor, "batch r r"]) -> Float[Tensor, " batch"]:
-    """Estimate the largest eigenvalues of positive semidefinite matrices, of large ones by Lanczos steps.
+    """Estimate the largest eigenvalue of each positive semidefinite matrix, of large ones by Lanczos steps.
 
     ARPACK would do so too, but the threads of SciPy then slow down those of PyTorch.
     """
@@ -48,7 +48,7 @@ def _largest(matrix: Float[Tensor, "r r"]) -> Float[Tensor, ""]:
 def largest_eigenpairs(
     image: Callable[[Float[Tensor, "n r"]], Float[Tensor, "n r"]], b: Float[Tensor, "n r"], steps: int
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, "n r"]]:
-    """Estimate the largest eigenvalues and their vectors of positive semidefinite matrices by Lanczos steps.
+    """Estimate leading eigenvalues and eigenvectors of positive semidefinite matrices by Lanczos steps.
 
     ``image`` multiplies row i by matrix i. The steps start at the rows of ``b``. The estimates are below the
     eigenvalues, up to rounding.

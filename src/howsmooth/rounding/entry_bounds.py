@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from howsmooth.rounding.directed_rounding import UNDERFLOW, U, gamma, up
 from howsmooth.rounding.rounded_tensor import (
     ELEMENTARY,
     FUZZ,
@@ -27,19 +28,18 @@ from howsmooth.rounding.rounded_tensor import (
     frobenius_above,
     plain,
 )
-from howsmooth.rounding.units import UNDERFLOW, U, gamma, up
 
 __all__ = ["RoundedEntries", "along_entries", "entries_of", "known_to"]
 
 
 class RoundedEntries(Rounded):
-    """A float64 tensor with upper bounds ``entries``, of its shape, on the rounding errors of its entries."""
+    """A float64 tensor that carries an upper bound on the rounding error of each entry, in ``entries``."""
 
     entries: Tensor
 
     @property
     def error(self) -> float:  # type: ignore[override]
-        """Return a bound on the Frobenius norm of the error, from those of the entries."""
+        """Return a bound on the Frobenius norm of the error, computed from the bounds of the entries."""
         return frobenius_above(self.entries)
 
     @classmethod
@@ -53,7 +53,7 @@ class RoundedEntries(Rounded):
 
 
 def known_to(value: Tensor, entries: Tensor | float = 0.0) -> RoundedEntries:
-    """Convert a float64 tensor to one whose entries are wrong by at most ``entries``, by default exact."""
+    """Convert a float64 tensor to one with error bounds ``entries`` on its entries, by default zero."""
     with torch._C.DisableTorchFunctionSubclass():
         found: RoundedEntries = plain(value).as_subclass(RoundedEntries)
     errors = entries if isinstance(entries, Tensor) else value.new_tensor(entries)
@@ -70,13 +70,13 @@ def entries_of(value: Tensor) -> Tensor:
 
 
 def along_entries(function: Callable[[Tensor], Tensor], slope: float, x: Tensor) -> Tensor:
-    """Apply a function to each entry of a tensor, where ``slope`` bounds the derivative of the function."""
+    """Apply a function, whose derivative is at most ``slope``, to each entry of a tensor with errors."""
     found = function(known_to(plain(x)))
     return known_to(plain(found), up(entries_of(found) + slope * entries_of(x)))
 
 
 def _errors(operand: Any) -> tuple[Tensor, Tensor, float]:
-    """Return an operand's numbers, and bounds on their errors: of each entry, and relative to the entry."""
+    """Return the numbers of an operand, bounds on their absolute errors, and one on their relative errors."""
     if isinstance(operand, RoundedEntries):
         return plain(operand), operand.entries, 0.0
     value = operand.double() if isinstance(operand, Tensor) else torch.tensor(operand, dtype=torch.float64)
@@ -135,10 +135,10 @@ def _tanh(func: Any, x: Any) -> Any:
 
 
 def _softmax(func: Any, x: Any, dim: int) -> Any:
-    """Return attention weights P with bounds on their errors, from scores of which some may be −inf.
+    """Compute attention weights P with bounds on their errors, from scores with error bounds.
 
-    If the scores of a row have errors of at most δ, a weight has an error of at most 2δ e^{2δ} P (1 − P),
-    plus rounding. The weight in a row with one finite score is exact.
+    Some scores may be −inf. If the scores of a row have errors of at most δ, a weight has an error of at most
+    2δ e^{2δ} P (1 − P), plus rounding. The weight in a row with one finite score is exact.
     """
     scores = plain(x)
     visible = ~scores.isneginf()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.rounding.units import LOST, STEP, UNDERFLOW, U, above, gamma
+from howsmooth.rounding.directed_rounding import LOST, STEP, UNDERFLOW, U, above, gamma
 
 __all__ = [
     "ELEMENTARY", "FUZZ", "RULES", "VIEWS", "MissingRuleError", "Rounded", "along", "compute", "exact",
@@ -76,7 +76,7 @@ class Rounded(Tensor):
 def compute(
     rules: Mapping[str, Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Any:
-    """Compute an operation by the rule of its name. An attribute is an operation with the name of its own."""
+    """Compute a PyTorch operation, or read an attribute, by the rule of its name in ``rules``."""
     name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
     rule = rules.get(name)
     if rule is None:
@@ -86,7 +86,7 @@ def compute(
 
 
 def made(value: Tensor, error: float, size: float | None = None, peak: float | None = None) -> Rounded:
-    """Attach an error bound, and what else is known of the computed numbers, to a tensor."""
+    """Attach an error bound to a tensor, with bounds on its Frobenius norm and its largest entry if known."""
     with torch._C.DisableTorchFunctionSubclass():
         found: Rounded = plain(value).as_subclass(Rounded)
     found.error, found._size, found._peak = error * STEP, size, peak
@@ -111,9 +111,7 @@ def plain(value: Tensor) -> Tensor:
 
 
 def along(function: Callable[[Tensor], Tensor], slope: float, x: Tensor) -> Tensor:
-    """Apply a function to each entry of a rounded tensor, where ``slope`` bounds the derivative of the
-    function.
-    """
+    """Apply a function, whose derivative is at most ``slope``, to each entry of a rounded tensor."""
     if not isinstance(x, Rounded):
         return function(x)
     value, error = settled(function(exact(plain(x))))
@@ -121,9 +119,7 @@ def along(function: Callable[[Tensor], Tensor], slope: float, x: Tensor) -> Tens
 
 
 def settled(value: Tensor) -> tuple[Tensor, float]:
-    """Return the computed numbers of a tensor and the bound on their error, which is zero for a
-    plain tensor.
-    """
+    """Return the computed numbers of a tensor and the bound on their error, zero for a plain tensor."""
     return plain(value), value.error if isinstance(value, Rounded) else 0.0
 
 
@@ -179,9 +175,7 @@ def frobenius_above(value: Tensor) -> float:
 
 
 def _measures(operand: Any) -> tuple[float, float]:
-    """Return bounds on the Frobenius norm and on the error of an operand, which may be a rounded or a plain
-    tensor.
-    """
+    """Return bounds on the Frobenius norm and on the error of an operand, rounded or plain."""
     if isinstance(operand, Rounded):
         return operand.frobenius, operand.error
     size = frobenius_above(operand.double()) if isinstance(operand, Tensor) else abs(operand)
@@ -189,9 +183,7 @@ def _measures(operand: Any) -> tuple[float, float]:
 
 
 def _peak(operand: Any) -> float:
-    """Return a bound on the largest absolute entry of an operand; the bound is coarse for large rounded
-    tensors.
-    """
+    """Return a bound on the largest absolute entry of an operand, coarse for large rounded tensors."""
     if isinstance(operand, Rounded):
         small = operand._peak is not None or operand.numel() <= _SMALL
         return operand.peak if small else operand.frobenius
@@ -207,9 +199,7 @@ def _copies(operand: Any, entries: int) -> float:
 
 
 def _view(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply an operation that only moves, repeats or drops entries of a tensor, and bound the error of the
-    result.
-    """
+    """Apply an operation that only moves, repeats or drops entries, and bound the error of the result."""
     found = func(x, *args, **kwargs)
     if isinstance(found, tuple | list):
         return [_entries_of(x, made(part, x.error)) for part in found]
@@ -403,8 +393,7 @@ def _joined(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> 
 
 
 def _elementary(slope: Callable[[Tensor, float], float]) -> Any:
-    """Return the rule by which PyTorch's entrywise functions, such as exp, are evaluated on a tensor with an
-    error bound.
+    """Return the rule that evaluates an entrywise PyTorch function, such as exp, on a rounded tensor.
 
     The error bound of the result is the error of the argument times ``slope``, which bounds the derivative of
     the function within this error, plus the rounding of the function.
@@ -450,9 +439,7 @@ def _lengths(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _amax(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return upper bounds on the exact maxima along an axis of a tensor with an error bound. The result is a
-    tensor without error bound.
-    """
+    """Return upper bounds, as a plain tensor, on the exact maxima of a rounded tensor along an axis."""
     found: Tensor = func(plain(x), *args, **kwargs) + x.error * STEP
     return found
 

@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.rounding.directed_rounding import LOST, TINY, U, above, below, gamma, up
 from howsmooth.rounding.eigenvalue_estimates import largest_eigenvalue_estimates
-from howsmooth.rounding.units import LOST, TINY, U, above, below, gamma, up
 
 __all__ = [
     "Enclosed", "MatrixNorms", "Triangles", "absolute_norms_above", "largest_eigenvalues_above",
@@ -61,8 +61,8 @@ def spectral_norm_above(matrix: Float[Tensor, "m r"]) -> float:
 
 
 def spectral_norm_below(matrix: Float[Tensor, "m r"]) -> float:
-    """Return a tight lower bound on the spectral norm of a matrix of finite floats: |A v| for a vector v that
-    is at most of length one.
+    """Return a tight lower bound on the spectral norm of a matrix A of finite floats. It is |A v| for a
+    vector v of length at most one.
     """
     size, a = _in_units(matrix.detach().to(device="cpu", dtype=torch.float64))
     if not a.numel():
@@ -99,9 +99,7 @@ def spectral_norms_above(
 
 
 def spectral_norms(matrices: Float[Tensor, "*batch m r"]) -> Enclosed:
-    """Return the spectral norms of float64 matrices with tight upper bounds, as
-    :func:`spectral_norm_above` does.
-    """
+    """Return the computed spectral norms of float64 matrices, with tight upper bounds."""
     batch = matrices.shape[:-2]
     if not matrices.numel():
         return Enclosed(matrices.new_zeros(batch), matrices.new_zeros(batch))
@@ -113,7 +111,7 @@ def spectral_norms(matrices: Float[Tensor, "*batch m r"]) -> Enclosed:
 def spectral_norms_with_vectors(
     matrices: Float[Tensor, "*batch m r"],
 ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch m"], Float[Tensor, "*batch r"]]:
-    """Return tight upper bounds on spectral norms, and leading singular vectors as computed.
+    """Return tight upper bounds on spectral norms, and the leading singular vectors up to rounding.
 
     v is an eigenvector of the Gram matrix and u = A v / |A v|, or the other way around for a wide matrix.
     Both are zero if A is zero or not finite.
@@ -136,7 +134,7 @@ def spectral_norms_with_vectors(
 
 
 def _in_units(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide matrices by powers of two, so that their largest entries lie between 1 and 2.
+    """Divide each matrix by a power of two, so that its largest entry lies between 1 and 2.
 
     The quotient of a number and twice its mantissa is exactly a power of two. Matrices of zeros stay, with
     the size zero. Those that are not finite become zeros, with the size inf.
@@ -155,7 +153,7 @@ def _in_units(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_size(values: Tensor, size: Tensor, least: float = 2.0**-1074) -> Tensor:
-    """Multiply norms of scaled matrices by the sizes of the matrices.
+    """Convert norms of scaled matrices to norms of the original ones: multiply them by the scales ``size``.
 
     Only if the product is not normal does it round, by half of the smallest positive number, which is added.
     """
@@ -167,8 +165,8 @@ def _in_size(values: Tensor, size: Tensor, least: float = 2.0**-1074) -> Tensor:
 
 
 def _gram(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return sizes, scaled matrices, the smaller of the two Gram matrices of these, and the bound on its
-    errors in the spectral norm.
+    """Return the scales of matrices, the scaled matrices A, the smaller of A Aᵀ and AᵀA for each, and a bound
+    on the spectral norm of the error of this product.
     """
     size, scaled = _in_units(matrices)
     rows = scaled if scaled.shape[-2] <= scaled.shape[-1] else scaled.mT
@@ -184,8 +182,8 @@ def _trace(matrices: Tensor) -> Tensor:
 
 
 class Triangles(NamedTuple):
-    """Matrices A (*batch, m, k) as products of factors Q with nearly orthonormal columns and R of k columns,
-    with what is left.
+    """Factors Q and R of matrices A ≈ Q R (*batch, m, k), with bounds on the error. The columns of Q are
+    nearly orthonormal.
 
     For every matrix M, ‖A M‖ ≤ ``stretch`` ‖R M‖ + ``rest`` ‖M‖. For A = Q R + E and Qᵀ Q = I + D the
     stretch is (1 + ‖D‖_F)^(1/2) ≥ ‖Q‖, and the rest ‖E‖_F. D and E are computed from the factors, so that it
@@ -200,7 +198,7 @@ class Triangles(NamedTuple):
 
     @classmethod
     def of(cls, matrices: Float[Tensor, "*batch m k"]) -> Triangles:
-        """Factorise matrices."""
+        """Compute the QR factors of matrices, with bounds on their errors."""
         q, r = torch.linalg.qr(matrices)
         norm = torch.linalg.matrix_norm
         defect = norm(q.mT @ q - torch.eye(q.shape[-1], dtype=q.dtype, device=q.device))
@@ -213,7 +211,8 @@ class Triangles(NamedTuple):
         return Triangles(*(part[index] for part in self))
 
     def product_norms(self, other: Triangles, between: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return upper bounds on the norms of A M Bᵀ, with their leading singular vectors.
+        """Return upper bounds on the norms of the products A M Bᵀ, with the products' leading singular
+        vectors.
 
         ``self`` stands for A, ``other`` for B, and ``between`` (*batch, k, l) for M, by default the identity.
         """
@@ -254,7 +253,7 @@ def product_norms_above(
 
 
 def with_gradient(bounds: Tensor, linear: Tensor) -> Tensor:
-    """Return ``bounds`` with the gradient of ``linear``, which has the same numbers but for rounding."""
+    """Return the values of ``bounds`` with the gradient of ``linear``, which has nearly the same values."""
     return bounds + (linear - linear.detach()) if linear.requires_grad else bounds
 
 
@@ -326,8 +325,7 @@ def largest_eigenvalues_above(
 def largest_eigenvalues_by_squaring(
     symmetric: Float[Tensor, "*batch r r"], squarings: int = 4, slack: Tensor | float = 0.0
 ) -> Float[Tensor, "*batch"]:
-    """Return upper bounds on the largest eigenvalues of symmetric matrices of any sign, from matrix products
-    alone.
+    """Return upper bounds on the largest eigenvalues of symmetric matrices, from matrix products alone.
 
     With p = 2^squarings the bound is (Σ λ^(2p))^(1/2p) = ‖G^p‖_F^(1/p), at most r^(1/2p) times too large.
     ``slack`` (*batch) bounds the norms of the differences from the matrices that are meant.
@@ -404,8 +402,8 @@ class MatrixNorms:
         return self._of(matrices)[2]
 
     def learn(self, *several: Tensor) -> None:
-        """Compute the norms of several matrices, of those of one shape together: small ones cost by the
-        number of operations.
+        """Compute and cache the norms of several matrices. Matrices of one shape are computed together,
+        because the time for small ones depends on the number of operations.
         """
         unknown = [matrices for matrices in several if _place(matrices) not in self._found]
         for shape in {matrices.shape for matrices in unknown}:
@@ -424,7 +422,7 @@ def _place(matrices: Tensor) -> object:
 
 
 def absolute_norms_above(matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
-    """Return √(‖W‖₁ ‖W‖_∞) for each matrix W, an upper bound on the spectral norm of |W|, rounded up."""
+    """Return √(‖W‖₁ ‖W‖_∞), rounded up, for each matrix W: an upper bound on the spectral norm of |W|."""
     size = matrices.abs()
     found: Tensor = size.sum(dim=-1).amax(dim=-1).sqrt() * size.sum(dim=-2).amax(dim=-1).sqrt()
     return above(found, size.shape[-2] + size.shape[-1])

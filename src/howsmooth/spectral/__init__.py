@@ -1,5 +1,5 @@
-"""Linear operators given by products with vectors, and a solver for their largest singular value with an
-interval.
+"""Linear operators that are given by products with vectors, and a solver for their largest singular value
+with an interval.
 
 Nothing in this package knows of attention.
 """

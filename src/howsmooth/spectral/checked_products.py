@@ -1,4 +1,4 @@
-"""Operators with float32 products, around which float64 products of the same maps check what a solver finds.
+"""Operators with products in float32. What a solver finds with them is checked by float64 products.
 
 A run in float32 gives each member a direction v, a value and an interval. One product of the float64 operator
 with v gives the value |J v|, which is a lower limit without float32 rounding. The difference between the
@@ -24,7 +24,7 @@ _NEGLIGIBLE = 1 / 20
 
 
 class CheckedProducts(LinearOperator):
-    """A float32 operator; what is found with it is checked by products of the same maps in float64.
+    """A float32 operator. What a solver finds with it is checked by products of the same maps in float64.
 
     Parameters
     ----------
@@ -36,7 +36,6 @@ class CheckedProducts(LinearOperator):
     basis_bytes
         Bytes for the basis of a run with float64 products, where float32 has lost too many digits: None
         without a limit, and 0 for no such run.
-
     """
 
     def __init__(
@@ -53,13 +52,13 @@ class CheckedProducts(LinearOperator):
 
     @property
     def single(self) -> LinearOperator:
-        """The operator in float32."""
+        """The operator with float32 products."""
         assert self._single is not None
         return self._single
 
     @property
     def exact(self) -> LinearOperator:
-        """The operator in float64."""
+        """The operator with float64 products."""
         if not isinstance(self._exact, LinearOperator):
             self._single = None
             self._exact = self._exact()
@@ -72,13 +71,13 @@ class CheckedProducts(LinearOperator):
         return self.single.adjoint_product(u)
 
     def lifted(self, e: Tensor, members: Tensor | None = None) -> Tensor:
-        """Convert inputs of the float32 operator to those of the float64 operator, whose coordinates may be
-        others; those of the chosen members, if not of all.
+        """Convert inputs of the float32 operator to inputs of the float64 operator, which may use other
+        coordinates. If ``members`` is given, ``e`` has the inputs of these members alone.
         """
         return e
 
     def judged(self, found: LeadingTriplet, gram: Tensor | None, rtol: float) -> LeadingTriplet:
-        """Return the values and the intervals that float64 products give to what was ``found`` in float32.
+        """Check the float32 results ``found`` by float64 products, and return their values and intervals.
 
         The argument ``gram`` is JᵀJ v for the right vectors v, as computed from the recurrence of the solver.
         Its difference from the exact product is the rounding error of all steps. If it is None, it is
@@ -112,7 +111,7 @@ class CheckedProducts(LinearOperator):
         )
 
     def _widened(self, found: LeadingTriplet, sigma: Tensor, defect: Tensor, rtol: float) -> LeadingTriplet:
-        """Widen the intervals of singular values that were found in float32 by the possible rounding error.
+        """Widen the intervals of singular values from a float32 run by the possible rounding error.
 
         The value becomes σ = |J v|, computed in float64. The lower limit is proved where the float64 products
         are. The upper limit is an estimate to first order. It exceeds σ by four terms: the distance from the
@@ -129,8 +128,8 @@ class CheckedProducts(LinearOperator):
 
 
 class CheckedByAdjoint(CheckedProducts):
-    """Checked products for Jacobians by automatic differentiation, whose products J v in float64 take longer
-    than those with the adjoint, and are made only where rounding is not negligible.
+    """Checked products for Jacobians by automatic differentiation. In float64 a product J v takes longer than
+    Jᵀu there, so J v is computed only where rounding is not negligible.
 
     With unit vectors u and v, ⟨v, Jᵀu⟩ is the value, and at most ‖J‖. The product Jᵀu in float32 shows the
     rounding of adjoint products. The products J v are assumed to be off by as much. That is accepted only if
@@ -138,7 +137,7 @@ class CheckedByAdjoint(CheckedProducts):
     """
 
     def judged(self, found: LeadingTriplet, gram: Tensor | None, rtol: float) -> LeadingTriplet:
-        """Return the values and the intervals that float64 products give to what was ``found`` in float32."""
+        """Check the float32 results ``found`` by float64 products, and return their values and intervals."""
         if gram is not None:
             image = self.single.product(found.right)
             right, left = _unit(found.right.double()), _unit(image.double())

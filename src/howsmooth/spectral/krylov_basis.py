@@ -92,8 +92,8 @@ class Basis:
             self.taken = self.taken[members.cpu()]
 
     def _kept(self, block: Tensor, first: int, members: Tensor) -> Tensor:
-        """Return a block restricted to some maps. Its first row is the basis vector with the index ``first``.
-        Rows that later steps will fill are not copied.
+        """Copy a block of basis vectors for some maps of the batch. Its first row is basis vector number
+        ``first``; rows that later steps will fill are not copied.
         """
         kept = block.new_empty(len(block), len(members), block.shape[2])
         filled = slice(self.count - first)
@@ -160,7 +160,7 @@ class Basis:
     @staticmethod
     def _one_by_one(z: Tensor) -> bool:
         """Return True if the vectors ``z`` (..., member, size) are projected on the basis one by one, and
-        False if several vectors are projected in one call.
+        False if several are projected in one call.
 
         On devices other than a CPU all vectors are projected in one call, because starting an operation takes
         long there.
@@ -168,9 +168,7 @@ class Basis:
         return _is_long(z) and z.shape[-2] < _MANY
 
     def _together(self, z: Tensor) -> list[slice]:
-        """Divide the maps of the batch into groups. The vectors of one group are projected on the basis in
-        one call.
-        """
+        """Divide the maps of the batch into groups whose vectors are projected on the basis in one call."""
         size = len(z)
         if self._one_by_one(z):
             size = 1
@@ -179,9 +177,8 @@ class Basis:
         return [slice(i, i + size) for i in range(0, len(z), size)]
 
     def _pieces_of_sums(self, z: Tensor) -> tuple[torch.dtype, list[slice]]:
-        """Divide the columns of ``z`` into pieces, such that inner products are summed in each piece and the
-        sums of the pieces are added in float64. The first result is the dtype of the sum in a piece, the
-        second is the list of pieces.
+        """Divide the columns of ``z`` into pieces for long inner products. Return the dtype in which each
+        piece is summed, and the pieces; sums of pieces are added in float64.
         """
         size = z.shape[1]
         if size <= PIECE:
@@ -192,8 +189,8 @@ class Basis:
         return self.working, [slice(low, low + _SHORT) for low in range(0, size, _SHORT)]
 
     def _subtract_projection_(self, z: Tensor, count: int, more: Tensor | None) -> None:
-        """Subtract from the vector of each map, a row of ``z`` (member, size), its projection on the first
-        ``count`` basis vectors of this map, in place.
+        """Subtract from each row of ``z`` (member, size), in place, its projection on the first ``count``
+        basis vectors of the same map.
 
         If ``more`` is given, only rows for which it is True are changed.
         """
@@ -255,8 +252,7 @@ def _by_member(rows: Tensor, z: Tensor) -> Tensor:
 
 
 def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
-    """Subtract a linear combination of the basis vectors of each map from the vector of the same map, in
-    place.
+    """Subtract from the vector of each map a linear combination of its basis vectors, in place.
 
     The combination Σ_k weights_k row_k has weights (step, member) and rows (step, member, size); the vectors
     z have shape (member, size).
@@ -271,7 +267,7 @@ def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
 
 
 def _is_long(z: Tensor) -> bool:
-    """Return True if the vectors ``z`` (..., size) lie on a CPU and are so long that a batched product of
-    matrices and vectors takes several times as long there as one operation for each vector or each step.
+    """Return True if the vectors ``z`` (..., size) are on a CPU and so long that one operation for each
+    vector is faster there than one batched product.
     """
     return z.device.type == "cpu" and z.shape[-1] >= _ONE_BY_ONE

@@ -132,8 +132,8 @@ def lanczos_together(
     products: Products,
     sizes: Sequence[Sequence[int]] | None = None,
 ) -> list[LeadingTriplet]:
-    """Return the largest singular values of several operators, computed in the same steps, so that they can
-    share products.
+    """Return the largest singular values of several operators. Their Lanczos runs go in step, so that they
+    can share products.
 
     Parameters
     ----------
@@ -145,7 +145,6 @@ def lanczos_together(
     sizes
         Dimension N of the input space of each member of each operator, if members are smaller than the
         input space of their operator. Starts and products must be zero in the other coordinates.
-
     """
     settings = _Settings(rtol, confidence, max_iterations)
     of_each: Sequence[Sequence[int] | None] = sizes or [None] * len(operators)
@@ -154,7 +153,7 @@ def lanczos_together(
 
 
 def _in_step(runs: Sequence[_Run], products: Products) -> list[LeadingTriplet]:
-    """Advance several runs together, such that one call of ``products`` computes all products of a step."""
+    """Advance several Lanczos runs together, with one call of ``products`` for all products of a step."""
     while active := [run for run in runs if run.goes_on]:
         renew_threads()
         operators, vectors = zip(*(run.ask() for run in active), strict=True)
@@ -227,11 +226,11 @@ class _Run:
 
     @property
     def goes_on(self) -> bool:
-        """Whether some member has not ended."""
+        """Whether the Lanczos run of some map has not ended."""
         return bool(self._running.any())
 
     def ask(self) -> tuple[LinearOperator, Tensor]:
-        """Make the vectors v_k of the next step. Return the operator and the vectors that it multiplies."""
+        """Return the operator of the next Lanczos step, and the vectors v_k that it must multiply."""
         assert self._z is not None
         # v_k is written over z, because a further vector may not fit in memory.
         self._v, self._z = self._z.mul_(inverse(self._gamma).to(self._z.dtype)[:, None]), None
@@ -239,7 +238,7 @@ class _Run:
         return self._operator, self._v.view(-1, *self._operator.in_shape)
 
     def take(self, answers: list[tuple[Tensor, Tensor]]) -> None:
-        """Carry out a step with |J v_k|² and JᵀJ v_k, which are the first of the ``answers``."""
+        """Carry out a Lanczos step with |J v_k|² and JᵀJ v_k, which are removed from ``answers``."""
         # No other name may keep the product alive while the next vector is made: memory is short.
         alpha, z = answers.pop(0)
         z = z.reshape(len(z), -1)
@@ -258,8 +257,8 @@ class _Run:
         self._end_members(*entries.numpy())
 
     def _scaled(self, energy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first |J v|² and JᵀJ v, of maps J that are multiplied by powers of two if their squares
-        leave the range of the dtype.
+        """Return |J v|² and JᵀJ v of the first step. If their squares leave the range of the dtype, maps J
+        are first multiplied by powers of two.
         """
         # Lengths of J v in this range say that no number of the recurrence leaves it.
         if bool(((energy >= 2.0**-40) & (energy <= 2.0**40)).all()):
@@ -277,8 +276,8 @@ class _Run:
         return squared_lengths(w.flatten(1)), self._all.adjoint_product(w).reshape(z.shape)
 
     def _end_members(self, alpha: np.ndarray, gamma: np.ndarray) -> None:
-        """Compute the intervals of the running members from row k of T. Write the Ritz vectors of the members
-        that end, and drop these members from the batch if they are many.
+        """Compute the intervals of the running members from row k of T. Write the Ritz vectors of members
+        that end. If they are many, drop them from the batch.
         """
         members, k, active = self._members, self._k, self._active
         members.diagonal[active, k - 1], members.off[active, k - 1] = alpha, gamma
@@ -308,7 +307,7 @@ class _Run:
             self._active, self._running = active[self._running], self._running[self._running]
 
     def result(self) -> LeadingTriplet:
-        """Return the singular values and vectors of all members."""
+        """Return the singular values and vectors of all maps of the batch, after the last step."""
         # These hold more than four vectors; free them before the left directions are made.
         self._z = None
         self._v = self._before = self._right[:0]
@@ -329,8 +328,8 @@ class _Run:
     def _triplet(
         self, lengths: Float[Tensor, " member"] | None, right: Tensor, left: Tensor
     ) -> LeadingTriplet:
-        """Return the result for singular vectors ``right`` and ``left``, with the interval of the maps as
-        they were given. ``lengths`` are the norms |J v|; None if other products give the value.
+        """Return the result for singular vectors ``right`` and ``left``, with intervals for the maps before
+        they were scaled. ``lengths`` are the norms |J v|, or None if other products give the value.
         """
         limits, members = self._members.limits(self._all, lengths), self._members
         if self._powers:
@@ -348,8 +347,8 @@ class _Run:
         )
 
     def _checked(self, operator: CheckedProducts, found: LeadingTriplet) -> LeadingTriplet:
-        """Return the result that the accurate products of an operator give, which are iterated again for
-        members whose interval they make too wide.
+        """Check singular values ``found`` in float32 by an operator's float64 products. Members whose
+        interval becomes too wide are measured again with these products.
         """
         gram = self._gram
         if gram is not None:
@@ -550,7 +549,7 @@ def _leading_vector(
 
 
 def _basis_form(operator: LinearOperator, settings: _Settings) -> tuple[torch.dtype, int]:
-    """Return the dtype of the Krylov basis and the number of its vectors that fit into memory."""
+    """Return the dtype of the Krylov basis, and the number of basis vectors that fit into memory."""
     dtype, memory = settings.basis_dtype, settings.basis_bytes
     if dtype not in (None, operator.dtype, torch.float32, torch.float16):
         raise ArgumentError(

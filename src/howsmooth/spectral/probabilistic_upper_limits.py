@@ -155,9 +155,7 @@ def rounded_upper(
     first = max(float(a_posteriori_upper(theta, logs, ((1 - _SHARE) * least) ** 2)), top)
 
     def rounding(t: float) -> float:
-        """Bound the norm of the rounding errors of the Lanczos recurrence if the largest eigenvalue of JᵀJ is
-        at most ``t``.
-        """
+        """Bound the norm of the rounding errors in the Lanczos recurrence for ‖JᵀJ‖ <= ``t``."""
         return taken + math.sqrt(k) * (error * (2 * math.sqrt(t) + error) + gamma(16) * t)
 
     allowed = _SHARE * least

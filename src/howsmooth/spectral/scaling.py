@@ -45,12 +45,12 @@ class PowersOfTwo:
 
     @classmethod
     def ones(cls, batch: int) -> PowersOfTwo:
-        """Return the powers that change nothing."""
+        """Return exponents of zero for all maps of a batch, which change nothing."""
         zero = np.zeros(batch, dtype=np.int64)
         return cls(zero, zero, zero)
 
     def __bool__(self) -> bool:
-        """Return True if some product is changed."""
+        """Return True if some map J is scaled, or some vector before its product with J."""
         return bool(self.total.any() or self.before.any())
 
     @cached_property
@@ -58,21 +58,21 @@ class PowersOfTwo:
         return bool(self) or bool(self.adjoint_before.any())
 
     def product(self, product: _Product, e: Tensor) -> Tensor:
-        """Return the product of the scaled maps with the vectors ``e``, given the ``product`` with the maps
-        themselves.
-        """
+        """Multiply vectors ``e`` by the scaled maps, where ``product`` multiplies by the maps themselves."""
         if not self._any:
             return product(e)
         return times_power(product(times_power(e, self.before)), self.total - self.before)
 
     def adjoint_product(self, product: _Product, u: Tensor) -> Tensor:
-        """Return the product of the transposed scaled maps with the vectors ``u``."""
+        """Multiply ``u`` by the transposed scaled maps, where ``product`` multiplies by the transposed
+        maps.
+        """
         if not self._any:
             return product(u)
         return times_power(product(times_power(u, self.adjoint_before)), self.total - self.adjoint_before)
 
     def among(self, chosen: Bool[np.ndarray, " batch"]) -> PowersOfTwo:
-        """Return powers that change nothing of the maps that are not chosen."""
+        """Return a copy in which the maps that are not ``chosen`` have exponents of zero."""
         exponents = self.total, self.before, self.adjoint_before
         return PowersOfTwo(*(np.where(chosen, e, 0) for e in exponents))
 
@@ -107,8 +107,8 @@ class Scaled(LinearOperator):
 
 
 def in_range(operator: LinearOperator, e: Tensor, image: Tensor) -> tuple[PowersOfTwo, Tensor]:
-    """Choose powers of two that bring the norms of an operator's maps near to one, where they are so small or
-    large that squares leave the range of the dtype, or where a product is zero or not finite.
+    """Choose powers of two that bring the norms of an operator's maps near to one. Maps are not scaled if
+    their squares stay in the range of the dtype, and their products are finite and not zero.
 
     The argument ``image`` is the product with Gaussian vectors ``e``; the second result is that of the scaled
     operator. Maps in the ordinary range are left as they are.
@@ -132,8 +132,8 @@ def in_range(operator: LinearOperator, e: Tensor, image: Tensor) -> tuple[Powers
 def unscaled(
     limits: Float[np.ndarray, "3 batch"], exponents: Int[np.ndarray, "..."], dtype: torch.dtype
 ) -> Float[np.ndarray, "3 batch"]:
-    """Divide singular values of scaled maps, their lower and their upper limits, which are the rows of
-    ``limits``, by the powers of two with these exponents.
+    """Convert singular values of scaled maps, with their lower and upper limits, to those of the maps
+    themselves. Each row of ``limits`` is divided by 2 to the power of ``exponents``.
 
     The limits are widened by what numbers below the smallest normal one lose, such as the weights that make
     so small a map. Each of them errs by half of the smallest positive number; the width is 2^14 times as much
@@ -143,7 +143,6 @@ def unscaled(
     ------
     NonFiniteError
         If a value is beyond the range of float64, of which its logarithm still tells the size.
-
     """
     lost = np.where((exponents != 0) & (limits[2] > 0.0), torch.finfo(dtype).tiny * 2.0**-10, 0.0)
     with np.errstate(over="ignore", under="ignore"):
@@ -156,7 +155,7 @@ def unscaled(
 
 
 def times_power(t: Tensor, exponents: _Exponents) -> Tensor:
-    """Multiply each member of a batch by the power of two with its exponent."""
+    """Multiply each member of a batch by two to the power of its exponent."""
     if not exponents.any():
         return t
     # In two factors, because a single one could leave the range of the dtype
@@ -168,8 +167,8 @@ def times_power(t: Tensor, exponents: _Exponents) -> Tensor:
 
 
 def _before(product: _Product, vectors: Tensor, made: Tensor) -> tuple[_Exponents, Tensor]:
-    """Choose the powers of two by which ``vectors`` are multiplied before a product that is ``made`` of them.
-    Return them with the new product.
+    """Choose powers of two by which ``vectors`` are multiplied before a product. Return their exponents and
+    the new product; ``made`` is the product without them.
     """
     reach = _binary_exponents(vectors.dtype) * 3 // 4
     sizes = _sizes(made)
@@ -191,7 +190,7 @@ def _before(product: _Product, vectors: Tensor, made: Tensor) -> tuple[_Exponent
 
 
 def out_of_range(t: Tensor) -> _Exponents:
-    """Return the binary exponents of the members of a batch, and 0 for members in the ordinary range."""
+    """Return the binary exponent of each member of a batch, or 0 if its size is in the ordinary range."""
     sizes = _sizes(t)
     smallest, largest = _ordinary(t.dtype)
     ordinary = (sizes == 0.0) | ~np.isfinite(sizes) | ((sizes >= smallest) & (sizes <= largest))
@@ -205,8 +204,8 @@ def _sizes(t: Tensor) -> np.ndarray:
 
 
 def _ordinary(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the smallest and the largest entries of J v, for v of length one, with which all digits of JᵀJ v
-    are in the range of the dtype, and the square of its length in that of float64.
+    """Return the smallest and the largest size of J v, for unit vectors v, at which neither JᵀJ v in the
+    dtype nor its squared length in float64 loses digits.
     """
     limit = 2.0 ** (_binary_exponents(dtype) // (4 if dtype == torch.float32 else 8))
     return 1.0 / limit, limit

@@ -1,1 +1,1 @@
-"""Run studies: measure what a plan asks for, store it, fit exponents, and write figures and a report."""
+"""Run studies: measure the constants of a plan, store them, fit exponents, and write figures and a report."""

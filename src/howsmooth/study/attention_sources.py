@@ -1,4 +1,4 @@
-"""Load attention layers and heads from a model, for bounds."""
+"""Load a model, and return the attention layers or heads on which to compute bounds."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Target:
         return place_in_words(self.layer, self.head)
 
     def ball(self, radius: float | str) -> TokenBall:
-        """Return the ball of tokens around zero on which to bound the attention. With the radius ``"auto"``
-        it is that of the norm layer before the attention, or else the norm of the longest token.
+        """Return the ball of tokens around zero for which to bound the attention. For the radius ``"auto"``,
+        the norm layer before the attention determines the radius, or without such a layer the longest token.
         """
         if not isinstance(radius, str):
             return TokenBall(float(radius), "given")

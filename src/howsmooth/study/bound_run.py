@@ -1,5 +1,5 @@
-"""Compute all bounds on attention layers and heads, in tables that also have the measured constants, and the
-largest that a search finds.
+"""Compute all bounds on attention layers and heads, as tables. The tables also have the measured constants
+and, after a search, the largest constant found.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ROUNDING, _ROUNDING_OF_MODEL = 1e-9, 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Worst:
-    """The tokens ``x`` with the largest constant that a search found, with an interval of this constant.
+    """The tokens ``x`` at which a search found the largest Lipschitz constant, with an interval for it.
 
     ``by`` says how they were found: they are the ``tokens`` of the input, or the name of a construction, or
     ``ascent``.
@@ -65,7 +65,7 @@ class Worst:
 
     @property
     def lower(self) -> float:
-        """The lower limit of the constant at these tokens, which the constant of the ball is at least."""
+        """A lower bound on the constant of the ball: the lower limit at the worst tokens that were found."""
         return float(self.estimate.lower)
 
 
@@ -86,7 +86,7 @@ class Bounded:
 
     @property
     def longest_outside(self) -> float | None:
-        """The largest norm of the given tokens if some lie outside the ball; otherwise None."""
+        """The largest norm of the given tokens if it exceeds the radius of the ball; otherwise None."""
         farthest = largest_norm(self.target.x)
         return None if _contains(self.ball.radius, farthest) else farthest
 
@@ -121,7 +121,7 @@ def bound_all(plan: BoundPlan, source: AttentionSource, listener: Listener = SIL
 
 
 def _of_layer(one: Target, error: ArgumentError) -> ArgumentError:
-    """Say of which layer no bound is known, and how to leave it out; other errors stay."""
+    """Name the layer in an error that says that no bound is known; return any other error unchanged."""
     if error.argument != "attention":
         return error
     remedy = "Leave this layer out with --layers, or measure it with howsmooth measure."
@@ -135,7 +135,7 @@ def _tell(listener: Listener, done: int, total: float, words: str, share: float)
 
 
 def _with_worst(rows: pd.DataFrame, worst: Worst) -> pd.DataFrame:
-    """Add the lower limit of the largest constant that was found, as the last lower bound on the ball."""
+    """Add the largest constant found by a search to the lower bounds in a table of bounds on a ball."""
     upper = (rows.index != LOCAL) & (rows["side"] == "upper").to_numpy()
     place = int(upper.argmax()) if upper.any() else len(rows)
     source = f"howsmooth.adversarial, {worst.by}, {worst.estimate.confidence:.4g} confidence"
@@ -169,7 +169,7 @@ def bounds_frame(label: str, bounded: Sequence[Bounded]) -> pd.DataFrame:
 
 
 def write_worst(bounded: Sequence[Bounded], folder: str | os.PathLike[str]) -> Path:
-    """Write the worst tokens found for each layer or head and length as arrays into ``worst.npz``."""
+    """Write the worst tokens found, an array for each layer or head and length, into ``worst.npz``."""
     found: dict[str, Any] = {
         f"{one.target.place}, n = {one.n}": one.worst.x.numpy() for one in bounded if one.worst is not None
     }
@@ -204,7 +204,8 @@ def _rows(one: Target, n: int, radius: float) -> pd.DataFrame:
 def search_ball(
     one: Target, n: int, radius: float, *, steps: int, seed: int, told: Callable[[float], None]
 ) -> Worst:
-    """Measure the given tokens, if they are in the ball, and the constructions; then climb from them.
+    """Search a ball of tokens for the largest constant: by ascent, at the given tokens if they lie in the
+    ball, and at known constructions.
 
     ``told`` is called with the share of the work that is done.
     """
@@ -230,7 +231,7 @@ def search_ball(
 
 
 def _given(one: Target, f: SelfAttention, n: int, radius: float) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tokens of the input, if they lie in the ball up to rounding, and those of constructions."""
+    """Yield the given tokens if they lie in the ball up to rounding, then tokens of known constructions."""
     x = one.x.double()
     excess = x.norm(dim=-1, keepdim=True) / radius
     x = torch.where((excess > 1) & (excess < 1 + _ROUNDING_OF_MODEL), x / excess, x)

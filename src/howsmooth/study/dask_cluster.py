@@ -87,7 +87,7 @@ def _ignore_interrupts() -> None:
 
 
 def _present(client: Client) -> int:
-    """Return how many workers a cluster has now; 1 if its scheduler does not answer, which ends the tasks."""
+    """Return how many workers a Dask cluster has now; 1 if its scheduler does not answer."""
     try:
         return len(client.nthreads())
     except (OSError, RuntimeError):

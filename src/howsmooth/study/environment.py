@@ -19,7 +19,7 @@ _SOURCE = Path(__file__).parent
 
 
 def environment(device: str, executor: Executor | None = None, threads: int | None = None) -> dict[str, str]:
-    """Return versions, hardware, threads and workers; ``threads`` of each worker, None if they choose."""
+    """Return a run's versions, hardware, workers and CPU threads (``threads`` for each worker) as text."""
     found = {"python": platform.python_version(), "platform": platform.platform(), "device": device}
     for package in _PACKAGES:
         try:
@@ -48,7 +48,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Return the git commit of howsmooth's checkout, or the one that pip installed."""
+    """Return the git commit of the running howsmooth: that of its checkout, or the one pip installed."""
     try:
         # Check that git tracks this file: a virtual environment inside another repository is not part of it.
         _git("ls-files", "--error-unmatch", "environment.py")

@@ -1,4 +1,4 @@
-"""Who carries out the tasks of a study: this process, processes on this machine, or a Dask cluster."""
+"""Choose who carries out the tasks of a study: this process, several processes, or a Dask cluster."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _PROCESS = 600 << 20
 
 
 def opened_executor(how: Execution) -> AbstractContextManager[Executor | None]:
-    """Return a context with an executor for the workers that the user asked for, if any, which stops them
-    after an error. Missing Dask raises ArgumentError; a scheduler without an answer or workers WorkerError.
+    """Return a context manager. It yields an executor for the workers that the user asked for, or None for
+    this process alone. ArgumentError is raised if Dask is missing, WorkerError if its scheduler does not
+    answer or lacks workers.
     """
     if how.executor is None:
         return nullcontext()
@@ -35,7 +36,7 @@ def opened_executor(how: Execution) -> AbstractContextManager[Executor | None]:
 
 
 def are_worth_it(processes: int, constants: int, model: float) -> bool:
-    """Say whether processes take less time for so many constants, and fit into half of the free memory."""
+    """Return True if several processes are faster than one, and fit into half of the free memory."""
     fit = processes * (model + _PROCESS) <= SHARE * free_memory(torch.device("cpu"))
     return processes > 1 and constants >= WORTH and fit
 
@@ -48,13 +49,13 @@ def workers_of(executor: Executor | None) -> int:
 
 
 def workers_left(executor: Executor) -> int:
-    """Return how many workers an executor has now. A pool of processes fails when it loses one."""
+    """Return how many workers an executor has now. A pool of processes keeps all of them, or fails."""
     present = getattr(executor, "present", None)
     return workers_of(executor) if present is None else present()
 
 
 def processes_of(executor: Executor | None) -> int:
-    """Return in how many processes of this machine an executor runs tasks; 1 if it does not."""
+    """Return how many processes on this machine an executor has; 1 if it is not a pool of processes."""
     return workers_of(executor) if isinstance(executor, ProcessPoolExecutor) else 1
 
 
@@ -66,7 +67,7 @@ def threads_each(executor: Executor | None, asked: int | None) -> int | None:
 
 
 def memory_each(processes: int, asked: int | None, device: str) -> int | None:
-    """Return how many bytes a task may use: as asked for, or a share for each process; None: the usual."""
+    """Return how many bytes a task may use, or None for the default. Several processes share the memory."""
     if asked is None and processes > 1:
         return max(1, memory_budget(None, torch.device(device)) // processes)
     return asked

@@ -52,7 +52,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Exponent:
-    """The power law L = exp(intercept) · n^slope fitted to constants L at lengths n; NaN where it is not."""
+    """A power law L = exp(intercept) · n^slope fitted to constants L at lengths n; NaN if there is no fit."""
 
     slope: float = math.nan  #: The exponent.
     low: float = math.nan  #: The lower end of its 95 % interval.
@@ -69,7 +69,7 @@ class Exponent:
     note: str = ""  #: The reason why there is no fit; empty if there is one.
 
     def at(self, n: float) -> float:
-        """Return the fitted constant at a length."""
+        """Return the constant that the fitted power law predicts at the length ``n``."""
         return math.exp(self.intercept + self.slope * math.log(n))
 
     def ends(self) -> str:
@@ -168,7 +168,7 @@ def _checked(
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
-    """Fit a line; return slope, intercept, deviation of the residuals, and the HC3 error of the slope."""
+    """Fit a line; return slope, intercept, standard deviation of the residuals, HC3 error of the slope."""
     centred = x - x.mean()
     square = float(centred @ centred)
     slope = float(centred @ y) / square
@@ -185,14 +185,14 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float, float]:
 def fitted_groups(
     table: pd.DataFrame, by: Sequence[str], usable: str = "converged"
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame, Exponent]]:
-    """Fit an exponent to the ``usable`` rows of each group of a table; yield key, rows and fit."""
+    """Yield the key and rows of each group of a table, and the exponent fitted to its ``usable`` rows."""
     for key, rows in table.groupby(list(by), dropna=False, sort=True):
         fit = fit_exponent(rows["n"].to_numpy(), rows["lipschitz"].to_numpy(), rows[usable].to_numpy(bool))
         yield dict(zip(by, key, strict=True)), rows, fit
 
 
 def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
-    """Fit the exponent of each model, text, scope, layer and head; see :data:`EXPONENT_COLUMNS`."""
+    """Tabulate the exponent of each model, text, scope, layer and head, with :data:`EXPONENT_COLUMNS`."""
     rows = [
         {**names, **asdict(fit), **_by_radius(group[group["converged"] & (group["lipschitz"] > 0)])}
         for names, group, fit in fitted_groups(measurements, GROUP)
@@ -201,7 +201,7 @@ def exponents(measurements: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(rows: pd.DataFrame) -> pd.DataFrame:
-    """Fit powers of the length to the values of the paper's published code, and to the correct constants.
+    """Fit exponents to the constants of the paper's published code, and to the correct constants.
 
     There is one row for each model, text, layer and quantity, in the order of measurement. ``ratio`` is the
     median of the quantity divided by the corrected constant. Corrected constants that did not converge are
@@ -242,8 +242,8 @@ def _by_radius(rows: pd.DataFrame) -> dict[str, float]:
 
 
 def radius_correlation(n: np.ndarray, radius: np.ndarray) -> Correlation:
-    """Return Pearson's correlation between the logarithms of the token norms (radii) and lengths of
-    sequences, both of shape (points,). Radii of zero are left out, since they have no logarithm.
+    """Return Pearson's correlation of log radius with log length over sequences. Lengths ``n`` and radii
+    (token norms) have shape (points,); radii of zero are left out, since they have no logarithm.
 
     The interval, of level :data:`LEVEL`, uses the jackknife of Fisher's arctanh transform, because Fisher's
     own interval assumes normal radii with the same spread at all lengths. All is NaN if there are fewer than
@@ -278,8 +278,8 @@ def radius_correlation(n: np.ndarray, radius: np.ndarray) -> Correlation:
 
 
 def terciles(radius: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Divide sequences into thirds by their token norm (radius), as boolean masks of shape (points,). Equal
-    radii are in the same third; the masks select no point if all radii are equal up to rounding.
+    """Divide sequences into thirds by radius (token norm); return three boolean masks of shape (points,).
+    Equal radii are in the same third. If all radii are equal up to rounding, the masks select nothing.
     """
     if len(radius) == 0 or _is_steady(radius):
         nothing = np.zeros(len(radius), dtype=bool)

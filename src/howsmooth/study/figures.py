@@ -60,9 +60,9 @@ def draw_all(
     *,
     overviews: bool = False,
 ) -> list[Picture]:
-    """Draw a figure of the constants for each layer or head, after an overview for each model, text and scope
-    with several of them. With ``overviews`` there is one figure for each model: of its first text, in the
-    scope ``attention`` if that was measured. ``kinds`` maps the name of each input to its kind.
+    """Draw a figure for each layer or head, and an overview for each model, text and scope. With
+    ``overviews``, draw only one figure for each model: of its first text, in the scope ``attention`` if that
+    was measured. ``kinds`` maps the name of an input to its kind.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def draw_all(
 
 
 def overview(measurements: pd.DataFrame, kinds: Mapping[str, str] = {}) -> Figure:
-    """Return the figure of the first model that :func:`draw_all` draws as an overview."""
+    """Return the overview that :func:`draw_all` draws for the first model."""
     *_, draw_it = next(_figures(measurements, kinds, overviews=True))
     return draw_it()
 
@@ -197,7 +197,7 @@ def _draw_overview(parts: Sequence[_Part], kind: str, title: str) -> Figure:
 
 
 def _guides(fit: Exponent, label: str) -> list[Curve]:
-    """Return the line of a fitted power law, and those of the reference slopes that meet it in its middle."""
+    """Return the line of a fitted power law, and lines of slope 1/4 and 1/2 through its middle."""
     if fit.note:
         return []
     ends = np.array([fit.n_min, fit.n_max], dtype=float)

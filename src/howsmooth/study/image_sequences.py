@@ -1,4 +1,4 @@
-"""Images as sequences of tokens: their patches, and the tokens that a vision model adds."""
+"""Turn images into sequences of tokens: one for each patch, and those that a vision model adds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LARGEST_GRID = 64  # patches along one side of an image
 
 
 class ImageFeed:
-    """Images, resized so that they have the requested number of patches, with the attributes of a TokenFeed.
+    """Images as sequences of tokens, resized to the requested length. Used in the same way as a TokenFeed.
 
     ``lengths`` are the possible numbers of tokens; the ``layers`` (None: all) must have the same number.
     """
@@ -83,7 +83,7 @@ class ImageFeed:
 
     @cached_property
     def usual(self) -> tuple[int, ...]:
-        """The number of tokens of the model's usual image size, and some smaller ones."""
+        """The lengths measured by default: that of the model's usual image size, and some shorter ones."""
         shorter = [n for n in self.lengths if 2 <= n <= self._own]
         if len(shorter) > _MOST_LENGTHS:
             wished = np.geomspace(shorter[0], shorter[-1], _MOST_LENGTHS)
@@ -91,11 +91,11 @@ class ImageFeed:
         return tuple(n for n in shorter if n == self._own or self._takes(self._sizes[n]))
 
     def inputs(self, starts: Sequence[int], n: int) -> dict[str, Tensor]:
-        """Return the inputs of the images with the indices ``starts``, resized so that each has n tokens."""
+        """Return the model's inputs for the images with indices ``starts``, resized to n tokens each."""
         return self._inputs(starts, self._sizes[n])
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return the row and column of each token's patch, or its index if the model adds more than one."""
+        """Label each token by its patch's row and column, or by its index if a model adds several tokens."""
         if self._added not in (0, 1) or self._preparation.patch is None:
             return tuple(map(str, range(n)))
         columns = self._sizes[n][1] // self._preparation.patch[1]

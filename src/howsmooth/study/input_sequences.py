@@ -48,7 +48,7 @@ class OpenedInput(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TokenFeed:
-    """Token ids or embedded tokens, from which sequences are cut."""
+    """The token ids or embedded tokens of an input, from which sequences are cut."""
 
     tokens: torch.Tensor  #: Token ids (tokens,), or embedded tokens (tokens, d).
     #: The stretches of the tokens in which a sequence may lie, each as (first token, number of tokens).
@@ -69,7 +69,7 @@ class TokenFeed:
 
     @property
     def count(self) -> int:
-        """The number of tokens."""
+        """The number of tokens of the input."""
         return len(self.tokens)
 
     @property
@@ -86,8 +86,8 @@ class TokenFeed:
         return {self.argument: windows} if self.argument else windows
 
     def words(self, start: int, n: int) -> tuple[str, ...]:
-        """Return the piece of text for each token of a sequence; without the places of the tokens, and for
-        special tokens, the decoded form; without a text, the index.
+        """Return a label for each token of a sequence: its piece of the text. Special tokens, and tokens
+        whose places in the text are unknown, are decoded. Without a text, the labels are the tokens' indices.
         """
         if self.decoded is None:
             return tuple(map(str, range(start, start + n)))
@@ -107,8 +107,8 @@ class TokenFeed:
 
 @dataclass(frozen=True, eq=False)
 class SequenceData:
-    """The inputs of a model for some sequences, by name (a single one is empty), to send to a worker process,
-    with labels of the first's tokens. In NumPy, since each tensor of PyTorch would need an open file.
+    """A model's inputs for some sequences, ready to be sent to a worker process, with token labels of the
+    first sequence. The arrays are in NumPy, since each tensor of PyTorch would need an open file.
     """
 
     arrays: Mapping[str, Any]
@@ -117,7 +117,7 @@ class SequenceData:
 
     @classmethod
     def of(cls, feed: TokenFeed | ImageFeed, starts: Sequence[int], n: int, *, worded: bool) -> SequenceData:
-        """Cut sequences of n tokens out of an input; with ``worded``, with the token labels of the first."""
+        """Cut sequences of n tokens out of an input; if ``worded``, label the tokens of the first one."""
         inputs = feed.inputs(starts, n)
         named = {"": inputs} if isinstance(inputs, torch.Tensor) else inputs
         arrays = {name: value.cpu().numpy().copy() for name, value in named.items()}
@@ -126,7 +126,7 @@ class SequenceData:
         return cls(arrays, feed.place(starts[0]), feed.words(starts[0], n))
 
     def inputs(self, device: str) -> Inputs:
-        """Return what the model is given for these sequences, on a device."""
+        """Return the inputs as tensors on a device, in the form that the model takes."""
         tensors = {name: torch.tensor(array, device=device) for name, array in self.arrays.items()}
         return tensors.get("", tensors)
 
@@ -151,7 +151,7 @@ def open_data(spec: InputSpec) -> OpenedInput:
 def feed_of(
     source: OpenedInput, model: Any, layers: tuple[int, ...], *, special_tokens: bool = False
 ) -> TokenFeed | ImageFeed:
-    """Prepare an input for a model, whose ``layers`` will be captured, perhaps with special tokens."""
+    """Prepare an input for a model whose ``layers`` are to be measured: turn a text or images into tokens."""
     if source.data is not None:
         return file_feed(source.data, model, layers)
     ids, places = model.tokenizer.located(source.content)
@@ -174,7 +174,7 @@ def feed_of(
 def file_feed(
     data: TokenStream | Images, model: Any, layers: Sequence[int] | None = None
 ) -> TokenFeed | ImageFeed:
-    """Prepare tokens or images for a model, as :func:`feed_of`."""
+    """Prepare tokens or images from files for a model, as :func:`feed_of` does."""
     from howsmooth.models.float32_weights import computing_dtype
     from howsmooth.models.inputs.submodels_by_modality import MODALITIES, token_width
     from howsmooth.study.image_sequences import ImageFeed
@@ -206,9 +206,8 @@ def file_feed(
 def sequence_starts(
     feed: TokenFeed | ImageFeed, lengths: Sequence[int], samples: int, seed: int, held: Sequences
 ) -> dict[tuple[int, int], int]:
-    """Choose where each sequence begins: its first token or the number of its image, by (length, sample).
-    Images are drawn in random order, and the same serve for every length. What does not fit raises
-    ValueError.
+    """Choose where each sequence begins. Return the index of its first token, or of its image, by (length,
+    sample). Images are drawn at random, the same ones for every length. Too small an input raises ValueError.
     """
     if feed.parts is None:
         if samples > feed.count:
@@ -221,8 +220,8 @@ def sequence_starts(
 
 
 def token_pieces(content: str, places: Sequence[int], first: int, n: int) -> list[str]:
-    """Cut the text of a sequence of n tokens into one piece for each token; joined, they are the text from
-    token ``first`` up to the token after the last.
+    """Cut the text of n tokens, from the token ``first`` on, into one piece for each token. Joined, the
+    pieces give the text up to the beginning of the next token.
 
     ``places`` has the index of the first character of each token of the whole text. Characters that the
     tokenizer drops between two tokens, such as a space, belong to the first of the two. If several tokens
@@ -250,8 +249,8 @@ def arrange(
     held: Sequences | None = None,
     parts: Sequence[tuple[int, int]] | None = None,
 ) -> dict[tuple[int, int], int]:
-    """Choose where ``samples`` sequences of each length begin in a text of so many tokens, so that no two
-    overlap; return the first token of each by (length, sample). If they do not fit, ValueError is raised.
+    """Choose where ``samples`` sequences of each length begin in a text, so that no two overlap. Return the
+    index of each first token by (length, sample). If the sequences do not fit, ValueError is raised.
 
     If the text is long enough, all arrangements of the windows are equally likely. In a shorter text, the
     windows form fewer runs without gaps, in random order. Windows that were measured before (``held``), of
@@ -278,7 +277,7 @@ def arrange(
 
 
 def draw_distinct(samples: int, count: int, generator: random.Random) -> list[int]:
-    """Draw distinct whole numbers below ``count`` in random order; a larger number begins with the same."""
+    """Draw ``samples`` distinct integers below ``count`` at random. Longer draws begin with the same ones."""
     # The first steps of a Fisher-Yates shuffle that stores only the moved entries. Python guarantees only for
     # `Random.random` that a seed gives the same numbers in all versions, which continued studies need.
     moved: dict[int, int] = {}
@@ -291,7 +290,7 @@ def draw_distinct(samples: int, count: int, generator: random.Random) -> list[in
 
 
 def _gaps(parts: Sequence[tuple[int, int]], held: Sequences) -> list[tuple[int, int]]:
-    """Return the gaps between windows in parts of a text, each as (first token, number of tokens)."""
+    """Return the free gaps between the sequences in ``held``, each as (first token, number of tokens)."""
     gaps = []
     windows = sorted((start, n) for (n, _), start in held.items())
     for first, tokens in parts:
@@ -327,7 +326,9 @@ def _fill(
 def _choose(
     gaps: Sequence[tuple[int, int]], windows: Sequence[tuple[int, int]], generator: random.Random | None
 ) -> list[list[tuple[int, int]]] | None:
-    """Choose a gap for each window, at random by its places, or the tightest; None if one fits nowhere."""
+    """Choose a free gap for each window of tokens: a random one, or without ``generator`` the tightest.
+    Return None if a window fits nowhere.
+    """
     inside: list[list[tuple[int, int]]] = [[] for _ in gaps]
     room = np.array([size for _, size in gaps], dtype=np.int64)
     for window in windows:
@@ -347,7 +348,7 @@ def _choose(
 def _lay_out(
     start: int, room: int, windows: Sequence[tuple[int, int]], longest: int, generator: random.Random
 ) -> dict[tuple[int, int], int]:
-    """Place windows in one gap, in a few groups, with the spare tokens at random between them."""
+    """Place windows of tokens in one gap of a text: in a few groups, at random distances from each other."""
     spare = room - sum(n for n, _ in windows)
     runs = min(len(windows), spare // (_ROOM * longest))
     # Split `spare` into runs + 1 parts, uniformly among all ways; the last part lies after the last run.

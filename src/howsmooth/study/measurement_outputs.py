@@ -1,4 +1,4 @@
-"""Write the tables, the figures and the report of a store of measurements. Nothing is measured here."""
+"""Write tables, figures and a report from a store of measurements."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ __all__ = ["Outputs", "write_outputs"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Outputs(Result):
-    """The result of a study: the tables of its store and those fitted to them, and the files written from
-    them. ``compared`` is empty without published values.
+    """The result of a study: the stored tables, the fitted exponents, and the written files. ``compared`` has
+    the exponents of the published code's values, and is empty without such values.
     """
 
     NAME: ClassVar[str] = "report"
@@ -48,18 +48,18 @@ class Outputs(Result):
 
     @property
     def citation(self) -> str:
-        """A line to cite for each model, scope and text."""
+        """Text to cite: a line for each model, scope and text."""
         return "\n".join(citations(self.contents, plain_rows(self.exponents)))
 
     def _tables(self) -> dict[str, pd.DataFrame]:
         return {"measurements": measurement_table(self.contents), "exponents": self.exponents}
 
     def plot(self) -> Figure:
-        """Draw the overview of the first model."""
+        """Draw an overview of the first model: its constants against the length, with the fits."""
         return overview(self.contents.with_choices(self.contents.measurements), self.contents.kinds)
 
     def page(self, images: Mapping[str, str] | None = None) -> str:
-        """Return the report as the text of one HTML file, whose script draws the points when it is opened."""
+        """Return the report as one HTML page, whose script draws the points when the page is opened."""
         return render(self.contents, self.exponents, self.compared, self.pictures)
 
 

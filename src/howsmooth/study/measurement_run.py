@@ -1,5 +1,5 @@
-"""Run a plan of measurements: first constants, then values of the published code if asked for, then bounds.
-Or only count what a run would measure, and predict in what memory.
+"""Carry out a plan of measurements: first constants, then values of the published code if asked for, then
+bounds. A dry run only counts what is left to measure, and predicts the memory that this needs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(
     *,
     beside: Sequence[Callable[[PreparedStudy], Work]] = (),
 ) -> Outcome:
-    """Measure the constants of a plan that the store in ``folder`` lacks, and write them there.
+    """Measure the constants of a plan that are not yet in the store in ``folder``, and write them there.
 
     Folder and store are created after all checks have passed. A failure is recorded; since it leaves no
     measurement, the next run tries it again. Without ``means``, the tasks run in this process, and the first
@@ -89,12 +89,13 @@ def run(
 
 
 def _most_bytes(plan: Plan) -> float:
-    """Return how many bytes the weights of the first model can take in memory, as its files say, in which a
-    number has at least two bytes; infinity if there are no such files.
+    """Return an upper limit, from the size of its files, for the bytes of memory that the first model's
+    weights need. Without files, return infinity.
     """
     first = plan.models[0]
     folder = builtin_folder(first.name) if first.name in BUILTIN_MODELS else Path(first.name).expanduser()
     size = 0 if first.random_init else sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    # A file stores each number in at least two bytes.
     return size * getattr(torch, plan.dtype).itemsize / 2 or math.inf
 
 
@@ -106,7 +107,7 @@ _VECTORS = 40
 
 @dataclass(frozen=True)
 class Remaining:
-    """How much is left to measure of one model on one text in one scope."""
+    """How many constants of one model, on one text and in one scope, are still to be measured."""
 
     model: str
     text: str
@@ -125,7 +126,7 @@ class Remaining:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run of a plan would measure."""
+    """What a run of a plan would measure, and what the store already has."""
 
     parts: tuple[Remaining, ...]
     kept: int  #: The number of measurements that the store already has.
@@ -134,7 +135,7 @@ class DryRun:
 
 
 def dry_run(plan: Plan, folder: str | os.PathLike[str], *, keep_going: bool = False) -> DryRun:
-    """Load and check all that a run of a plan would, with its errors, and count what the store lacks."""
+    """Load and check all that a run would, raising the same errors, and count what is left to measure."""
     with prepared_study(plan, folder, write=False, keep_going=keep_going) as study:
         left = constants_left(study)
         groups: dict[tuple[str, str, str], list[ConstantsTask]] = {}

@@ -1,4 +1,4 @@
-"""Options: annotated fields of dataclasses, which Python, plan files and the command line fill alike.
+"""Define options: annotated fields of dataclasses, set from Python, plan files or the command line.
 
 pydantic checks the fields by their types. A string in the annotation is the help, and :class:`Told` is what
 else the command line shows. A refusal is an ArgumentError that names the field.
@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """What the command line shows of an option beside its help; what is empty, another annotation tells."""
+    """How the command line presents an option. Several ``Told`` of one option are merged, field by field."""
 
     metavar: str = ""  #: The placeholder for the value; by default the choices, or the name of the type.
     panel: str = ""  #: The heading above it; by default that of its dataclass, ``PANEL``.
@@ -100,7 +100,7 @@ def options(cls: _Plan) -> _Plan:
 
 
 def options_of(cls: Any) -> dict[str, Told]:
-    """Return what is told of the options of a dataclass, by field. A field without help is no option."""
+    """Return the options of a dataclass by field name. A field without help text is not an option."""
     found = {}
     for name, field in cls.__pydantic_fields__.items():
         told = [vars(one) for one in field.metadata if isinstance(one, Told)]
@@ -110,7 +110,7 @@ def options_of(cls: Any) -> dict[str, Told]:
 
 
 def described(plan: Any) -> dict[str, Any]:
-    """Return the value of each field by its name, in the types that JSON has."""
+    """Return the fields of a plan as a dictionary of values that JSON can hold."""
     return {field.name: _plain(getattr(plan, field.name)) for field in dataclasses.fields(plan)}
 
 
@@ -132,7 +132,7 @@ def in_words(value: Any) -> str:
 
 @contextmanager
 def renamed(name: Callable[[str], str]) -> Iterator[None]:
-    """Raise an ArgumentError of the ``with`` block again, with the argument's name as the user knows it."""
+    """In an ArgumentError of the ``with`` block, replace the argument's name by the one the user knows."""
     try:
         yield
     except ArgumentError as error:
@@ -147,7 +147,6 @@ def shown(value: object) -> str:
 
 
 def _refusal(cls: type, error: ValidationError) -> HowsmoothError:
-    """Say the first error of pydantic as an ArgumentError."""
     first = error.errors(include_url=False)[0]
     kind, context, value = first["type"], first.get("ctx", {}), first["input"]
     if isinstance(told := context.get("error"), HowsmoothError):
@@ -173,7 +172,7 @@ def _refusal(cls: type, error: ValidationError) -> HowsmoothError:
 
 
 def _item(value: Any) -> Any:
-    """Return a number of numpy as one of Python."""
+    """Turn a NumPy number into a Python number; return anything else unchanged."""
     return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
 
 
@@ -183,7 +182,7 @@ def listed(value: Any) -> tuple[Any, ...]:
 
 
 def once(values: tuple[Any, ...], info: Any) -> tuple[Any, ...]:
-    """Return the values if each is there only once; raise ArgumentError otherwise."""
+    """Return the values; raise ArgumentError if one of them occurs twice."""
     doubled = next((each for each in values if values.count(each) > 1), None)
     if doubled is not None:
         raise ArgumentError(info.field_name, expected="each only once", got=f"{str(doubled)!r} twice")
@@ -199,7 +198,7 @@ def word(value: Any, info: Any) -> str:
 
 
 def token_counts(least: int = 1) -> Callable[[Any, Any], tuple[int, ...]]:
-    """Return a function that reads numbers of at least ``least``, such as ``"2:100:2"``, ``[2, 4]`` or 8."""
+    """Return a parser of numbers of at least ``least``, such as ``"2:100:2"``, ``[2, 4]`` or 8."""
 
     def read(value: Any, info: Any) -> tuple[int, ...]:
         if isinstance(value, list | tuple) and not value:
@@ -213,8 +212,8 @@ def token_counts(least: int = 1) -> Callable[[Any, Any], tuple[int, ...]]:
 
 
 def some_of(*choices: str, elsewhere: Mapping[str, str] = {}) -> Callable[[Any, Any], str]:
-    """Return a function that reads some of the words ``choices``, or "all", from a list or a string with
-    commas, and returns a string with commas.
+    """Return a parser for some of the words ``choices``, or "all". It takes a list or a string with commas,
+    and returns a string with commas.
 
     ``elsewhere`` has words that belong to another command, each with the remedy to show in the error.
     """

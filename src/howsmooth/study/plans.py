@@ -113,7 +113,7 @@ def _one_word(value: Any, info: Any) -> str | None:
 
 
 def _whole_size(value: Any) -> Any:
-    """Return a size in bytes without what ByteSize would leave unread."""
+    """Return a size such as "2 GiB" unchanged. Quote any other string, so that pydantic refuses it."""
     return value if not isinstance(value, str) or re.fullmatch(r"\s*[\d.]+\s*\w*\s*", value) else shown(value)
 
 
@@ -230,14 +230,14 @@ Bounds = Annotated[
 
 
 def check_output(output: str, scopes: tuple[str, ...]) -> None:
-    """Refuse an ``output`` other than "hidden" without the scope ``model``."""
+    """Raise ArgumentError if ``output`` is not "hidden" and the scope ``model`` is not measured."""
     if output != "hidden" and "model" not in scopes:
         got = f"{output} with the scope {', '.join(scopes)}"
         raise ArgumentError("output", expected="hidden unless the scope is model", got=got)
 
 
 def check_text(name: str, content: str, samples: int, lengths: Sequence[int]) -> None:
-    """Refuse a text with too few bytes for sequences; this check needs no model or tokenizer."""
+    """Raise TextError if a text has too few bytes for the sequences. No model or tokenizer is needed."""
     needed = samples * sum(lengths)
     # A token has at least one byte of the text, but for the few characters that a tokenizer spells out.
     if needed > (most := 4 * len(content.encode("utf-8", "replace"))):
@@ -451,32 +451,32 @@ class Plan:
 
     @property
     def sources(self) -> tuple[InputSpec, ...]:
-        """The inputs of the study, texts first; all images together are one input, as is every other file."""
+        """The inputs of the study, texts first. All images together are one input; each other file is one."""
         apart = {"text": self.texts, "tokens": self.tokens, "embeddings": self.embeddings}
         single = [InputSpec(kind, (place,)) for kind, places in apart.items() for place in places or ()]
         return (*single, *([InputSpec("images", self.images)] if self.images else []))
 
     def layers_of(self, model: ModelSpec) -> Ranges:
-        """Return which layers of a model to measure, as the model or else the plan selects them."""
+        """Return the selection of a model's layers to measure: the model's own, or else the plan's."""
         return self.layers if model.layers is None else model.layers
 
     def heads_of(self, model: ModelSpec) -> Ranges:
-        """Return which heads of a model to measure in the scope ``head``."""
+        """Return the selection of heads for the scope ``head``: the model's own, or else the plan's."""
         return self.heads if model.heads is None else model.heads
 
     def lengths_of(self, model: ModelSpec) -> tuple[int, ...]:
-        """Return the lengths at which to measure a model; none stands for the usual ones of images."""
+        """Return the lengths at which to measure a model; an empty tuple stands for usual ones of images."""
         return self.lengths if model.lengths is None else model.lengths
 
     @property
     def constants(self) -> int:
-        """About how many constants are measured; the models, which are not loaded yet, tell it exactly."""
+        """About how many constants the plan measures. The exact number needs the loaded models."""
         layers = len(self.layers.items) or _USUAL_LAYERS
         sequences = sum(len(self.lengths_of(model)) or 1 for model in self.models) * self.samples
         return sequences * layers * len(self.sources) * len(self.scopes)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that all measurements of one store must share; others can be added later."""
+        """Return the settings that all measurements in one store must share."""
         names = ("seed", "dtype", "rtol", "confidence", "max_iterations")
         given = {name: getattr(self, name) for name in names}
         usual = {"output": ("hidden",), "side": (None, "joint"), "special_tokens": (False,)}
@@ -505,7 +505,7 @@ class InputPlan:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The inputs that are given, by their kind; empty for the default text."""
+        """The inputs that the user gave, by kind; empty if the default text is used."""
         return {kind: given for kind in KINDS if (given := getattr(self, kind, None))}
 
     @property

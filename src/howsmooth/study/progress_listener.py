@@ -11,16 +11,16 @@ __all__ = ["SILENT", "Listener", "Outcome"]
 
 
 class Listener:
-    """A receiver of progress reports from long computations, which this base class ignores."""
+    """Receives progress reports from long computations. This base class ignores them."""
 
     def phase(self, words: str) -> None:
         """Receive the name of the phase that starts."""
 
     def advance(self, done: float, total: float, words: str, left: float | None = None) -> None:
-        """Receive the finished and the total amount of work, and perhaps the seconds that are ``left``."""
+        """Receive the finished and the total amount of work and, if known, the seconds that are ``left``."""
 
     def counter(self, noun: str) -> Callable[[float, int], None]:
-        """Return a function that receives the number of finished steps and of all steps, named ``noun``."""
+        """Return a function (done, total) that reports progress, such as "layer 3 of 12" for noun "layer"."""
         return lambda done, total: self.advance(done, float(total), f"{noun} {math.ceil(done)} of {total}")
 
 

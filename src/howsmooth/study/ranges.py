@@ -37,7 +37,7 @@ class Ranges:
 
     @classmethod
     def parse(cls, value: Any, argument: str) -> Ranges:
-        """Read a number, a string such as ``2:100:2``, or a list of both; a selection stays as it is."""
+        """Read a number, a string such as ``2:100:2``, or a list of both; return a ``Ranges`` unchanged."""
         if isinstance(value, Ranges):
             return value
         words = isinstance(value, str) or not isinstance(value, Sequence)
@@ -74,7 +74,7 @@ class Ranges:
         return chosen
 
     def resolve(self, count: int, owner: str, things: str) -> tuple[int, ...]:
-        """Return the selected indices among ``count`` layers or heads (``things``) of a model, sorted."""
+        """Return the sorted indices of the selected layers or heads (``things``) among all ``count``."""
         if not self.items:
             return tuple(range(count))
         items = []

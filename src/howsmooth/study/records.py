@@ -43,7 +43,7 @@ KINDS: list[type[Row]] = []
 
 
 class Row:
-    """The base class of the rows of a store."""
+    """The base class of all rows of a store."""
 
     table: ClassVar[str]  #: The name of the table.
     key: ClassVar[tuple[str, ...]]  #: The columns that identify a row.
@@ -52,7 +52,7 @@ class Row:
     again: ClassVar[str]
 
     def __init_subclass__(cls, *, table: str, key: tuple[str, ...], again: str = "refuse") -> None:
-        """Set the class variables."""
+        """Set the class variables, and add the class to :data:`KINDS`."""
         super().__init_subclass__()
         cls.table, cls.key, cls.again = table, key, again
         KINDS.append(cls)
@@ -70,7 +70,7 @@ class Row:
     @classmethod
     @cache
     def types(cls) -> dict[str, tuple[type, bool]]:
-        """Return for each column the type of its values, and whether a value may be missing (None)."""
+        """Return the type of each column's values, and whether a value may be missing (None)."""
         hints = get_type_hints(cls)
         found = {}
         for name in cls.columns():
@@ -94,7 +94,7 @@ class StudyRecord(Row, table="studies", key=("kind",)):
 
 @dataclass(frozen=True)
 class Run(Row, table="runs", key=("id",), again="replace"):
-    """A run: one process that computed rows of the store."""
+    """One run: a process that computed rows of the store."""
 
     id: int
     started: str
@@ -187,7 +187,7 @@ class Measurement(Row, table="measurements", key=PLACE):
 
 @dataclass(frozen=True)
 class SequenceRecord(Row, table="sequences", key=("model", "text", "n", "sample"), again="stay"):
-    """The tokens of a measured sequence, as pieces of its text, which they give when joined.
+    """The tokens of a measured sequence, as pieces of its text. Joined, the pieces give the text.
 
     If the tokenizer does not report character positions, and for special tokens, a piece is the decoded form
     of its token.
@@ -204,7 +204,7 @@ class SequenceRecord(Row, table="sequences", key=("model", "text", "n", "sample"
 
 @dataclass(frozen=True)
 class SiteBound:
-    """One bound on an attention layer or head at one sequence of tokens, or why the bound does not apply.
+    """One bound on an attention layer or head at one sequence of tokens, or the reason why it does not apply.
 
     ``quantity`` is the bounded quantity: ``‖D_X f‖`` is the constant at this sequence; other quantities are
     suprema over all inputs in a ball. An upper bound on the supremum also bounds the measurement; a lower
@@ -223,7 +223,7 @@ class SiteBound:
 
 @dataclass(frozen=True)
 class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side"), again="replace"):
-    """One bound on an attention layer or head at one sequence of a study."""
+    """A row of the store: one bound on an attention layer or head at one sequence of a study."""
 
     model: str
     text: str
@@ -240,7 +240,7 @@ class Bounding(Row, SiteBound, table="bounds", key=(*PLACE, "name", "side"), aga
 class PublishedValue(
     Row, table="published", key=("model", "text", "layer", "n", "sample", "quantity", "items")
 ):
-    """A constant as the paper's published code computes it, or corrected fully or partly.
+    """A constant as the paper's published code computes it, or with some or all of its mistakes corrected.
 
     The paper's published code differs from the definition of the constant in some items; the correct constant
     is measured without them. ``quantity`` is ``corrected`` (no item), ``only`` followed by one item, or ``as
@@ -275,8 +275,8 @@ CORRECTED, PUBLISHED = "corrected", "as published"
 
 
 def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the variants of the constant to measure, each name with its deviations (items) of the published
-    code: the corrected constant (no item), each item alone, and all items together.
+    """Return the variants of a constant to measure. A variant includes some deviations of the published code
+    from the definition: none (the corrected constant), a single one of ``items``, or all.
     """
     single = {f"only {item}": (item,) for item in items} if len(items) > 1 else {}
     return {CORRECTED: (), **single, PUBLISHED: tuple(items)}
@@ -284,7 +284,7 @@ def quantities(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Failure(Row, table="failures", key=("what", *PLACE), again="replace"):
-    """A failed computation. A later run that computes the missing rows deletes it.
+    """A failed computation. It is deleted when a later run computes the missing rows.
 
     A field that is ``None`` stands for all values: without a text, the model could not be used at all.
     ``kind`` is the class of the error, ``error`` its message, ``detail`` its traceback, ``happened`` its
@@ -323,8 +323,8 @@ class FigureRow(Row, table="figure_rows", key=("unit", "number")):
 
 @dataclass(frozen=True)
 class Contents:
-    """The measurements of a store, and all tables that belong to them, with the fields of their rows as
-    columns. Those that a run wrote also have its number.
+    """The tables of a store of measurements, with a column for each field. Measurements, bounds, published
+    values and failures also have the number of their run.
     """
 
     measurements: pd.DataFrame
@@ -344,8 +344,8 @@ class Contents:
         return dict(self.texts[["name", "kind"]].itertuples(index=False, name=None))
 
     def with_choices(self, table: pd.DataFrame) -> pd.DataFrame:
-        """Add the columns ``output`` and ``side`` to a table with a ``scope``, if the study does not have
-        their defaults. They are empty in scopes without such a choice.
+        """Add the columns ``output`` and ``side`` to a table of constants, unless the study has the default
+        settings. They are empty in scopes that have no such setting.
         """
         of_scope = {"output": ("model",), "side": ("model", CROSS_SCOPE)}
         return table.assign(

@@ -58,7 +58,7 @@ _MOST_INLINED = 40  # figures: a page with every head of a large model would be 
 def render(
     contents: Contents, exponents: pd.DataFrame, compared: pd.DataFrame, pictures: Sequence[Picture]
 ) -> str:
-    """Return the report of a store, with what was fitted to its measurements and to its published values."""
+    """Return the HTML report of the contents of a store, with the fitted exponents and the figures."""
     rows = contents.measurements
     singles = [picture for picture in pictures if not picture.overview]
     bounds = bounds_data(contents.bounds, rows)
@@ -133,7 +133,6 @@ def _image(picture: Picture) -> dict[str, Any]:
 
 
 def _script() -> str:
-    """Return the JavaScript of the page, with the licence of the chart library uPlot before it."""
     parts = "\n".join(_asset(name) for name in _SCRIPTS)
     return f'/*! uPlot:\n{_asset("uplot/LICENSE")}\n*/\n"use strict";\n(() => {{\n{parts}}})();\n'
 
@@ -146,12 +145,12 @@ def _asset(name: str) -> str:
 
 
 def three_digits(value: float | None) -> str:
-    """Format a number with three significant digits; a missing one is empty."""
+    """Format a number with three significant digits; a missing number gives an empty string."""
     return "" if value is None or math.isnan(value) else "∞" if math.isinf(value) else f"{value:.3g}"
 
 
 def slope(value: float | None) -> str:
-    """Format an exponent or a correlation with three decimals; a missing one is empty."""
+    """Format an exponent or a correlation with three decimals; a missing one gives an empty string."""
     return "" if value is None or math.isnan(value) else decimal(value, 3)
 
 
@@ -187,7 +186,7 @@ def headline(rows: pd.DataFrame, exponents: pd.DataFrame) -> str:
 
 
 def sharpest(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the smallest upper and the largest lower bound of each layer, then of each head."""
+    """Return the smallest upper and the largest lower bound for each layer, then for each head."""
     table = []
     for place_ in sorted(found["places"], key=lambda one: one["head"] is not None):
         value = place_["measured"] and place_["measured"][0]
@@ -205,7 +204,7 @@ def sharpest(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def convergence(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Tabulate how many constants of each model, text and scope converged, and how wide intervals are."""
+    """Tabulate how many constants of a model, text and scope converged, and how wide their intervals are."""
     width = (rows["upper"] - rows["lower"]) / rows["lipschitz"].where(rows["lipschitz"] > 0)
     groups = rows.assign(width=width).groupby(["model", "text", "scope"], sort=True)
     found = groups.agg(
@@ -229,8 +228,8 @@ def script_json(value: object) -> Markup:
 def scatter_data(
     measurements: pd.DataFrame, exponents: pd.DataFrame, published: pd.DataFrame, compared: pd.DataFrame
 ) -> dict[str, Any] | None:
-    """Return the points and fits of the plot of constants against length or radius, if there are points:
-    ``groups`` has an entry for each fitted group, ``total`` is the number of points before thinning.
+    """Return the points and fits of the page's plot of constants against length or radius; None without
+    points. The entry ``groups`` describes each fit, and ``total`` is the number of points before thinning.
     """
     ours = {"quantity": _MEASURED, "items": ""}
     theirs = {"scope": "attention", "head": None}
@@ -272,7 +271,7 @@ def _group(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def bounds_data(bounds: pd.DataFrame, measurements: pd.DataFrame) -> dict[str, Any] | None:
-    """Return the bounds at each sequence, with the constants measured there, if there are bounds.
+    """Return the bounds at each sequence, and the constants measured there; None if there are no bounds.
 
     Each of the ``places`` has ``rows`` of (label, is upper bound, value, log10 of the value, holds, source,
     is a bound at this sequence). A value is None if it overflows or does not exist.
@@ -301,7 +300,7 @@ def _bound(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def sensitivity_data(rows: pd.DataFrame) -> dict[str, Any] | None:
-    """Return each token's energy, its share of the squared norm of a leading singular vector of a Jacobian.
+    """Return each token's energies: its shares of the squared norms of a Jacobian's leading singular vectors.
 
     A layer or head at a sequence has the energies ``input`` and ``output``, and how many tokens have ``half``
     of each. ``apart``: the tokens do not join to the text; ``start``: the row to show first; ``total``:
@@ -338,7 +337,7 @@ def _tokens_of_half(energies: Sequence[float]) -> int:
 
 
 def _start(rows: Sequence[dict[str, Any]], scopes: Sequence[str]) -> int:
-    """Choose the row that is shown first: of the middle layer, with at most 64 tokens if there is one."""
+    """Return the index of the row to show first: of the middle layer, if possible with at most 64 tokens."""
     scope = scopes.index("attention") if "attention" in scopes else rows[0]["scope"]
     begun = next(row for row in rows if row["scope"] == scope)
     alike = [row for row in rows if all(row[name] == begun[name] for name in ("model", "text", "scope"))]
@@ -356,7 +355,7 @@ def _joined(*tables: pd.DataFrame) -> pd.DataFrame:
 
 
 def _numbered(table: pd.DataFrame, *columns: str) -> tuple[dict[str, list[str]], pd.DataFrame]:
-    """Replace the names in some columns of a table by indices into the lists of names, which come first."""
+    """Replace the names in some columns by indices; return the lists of names, and the table."""
     names, numbers = {}, {}
     for column in columns:
         numbers[column], found = pd.factorize(table[column])
@@ -365,7 +364,7 @@ def _numbered(table: pd.DataFrame, *columns: str) -> tuple[dict[str, list[str]],
 
 
 def _rounded(value: float | None, digits: int = 7, *, upper: bool | None = None) -> float | None:
-    """Round a number, an upper limit up and a lower one down; NaN and infinite ones become None."""
+    """Round a number: an upper limit up, a lower limit down. NaN and infinite numbers become None."""
     if value is None or not np.isfinite(value):
         return None
     return float(f"{value:.{digits}g}" if upper is None else limit_in_digits(value, digits, upper=upper))

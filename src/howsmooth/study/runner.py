@@ -43,7 +43,7 @@ _STEADY = 2.0
 
 @dataclass(frozen=True, eq=False)
 class Means:
-    """The means of carrying out tasks: listener, workers, threads, and whether to go on after failures."""
+    """How to carry out tasks: listener, workers, threads, and whether to go on after failures."""
 
     listener: Listener = field(default_factory=Listener)
     command: str = ""  #: The command that the user typed, to be recorded with the run.
@@ -90,7 +90,7 @@ class Runner:
                     told.advance(task, 0 if found is None else self._write(task, found), ended=found is None)
 
     def finish(self, began: float | None = None) -> Outcome:
-        """Record that the run, whose checks began at a time, reached its end, and return its outcome."""
+        """Record the end of the run that started at time ``began``, and return the outcome of the run."""
         # A run that wrote nothing has no number, and leaves no trace in the store.
         if self._number is not None:
             self._store.finish_run(self._number)
@@ -98,7 +98,7 @@ class Runner:
         return self.outcome
 
     def fail(self, failed: Failed, *, ends: bool = True) -> None:
-        """Record a failure; raise its error if it ``ends`` the run and nobody asked to keep going."""
+        """Record a failure. Raise its error if it ``ends`` the run, unless the user asked to keep going."""
         self._store.add(failed.rows, self._run)
         self.outcome.failed += len(failed.rows)
         self.outcome.first_failure = self.outcome.first_failure or failed.rows[0].error
@@ -113,7 +113,7 @@ class Runner:
         return self._number
 
     def _write(self, task: Task, found: Found) -> int:
-        """Write the rows or the failure that a task has yielded; return how many results they contain."""
+        """Write what a task has yielded, rows or a failure; return the number of results in it."""
         if isinstance(found, Failed):
             unloaded = {row.model for row in found.rows if row.text is None}
             # A model that cannot be loaded fails all of its tasks; record this failure once.
@@ -177,8 +177,8 @@ class Runner:
 
 
 def load_early(executor: Executor, plan: Plan, threads: int | None) -> None:
-    """Let workers load the first model of a plan, which is trained, before they get a task. Errors are left
-    to the process that checks the model, and to the tasks.
+    """Let workers load the first model of a plan, a trained one, before they get a task. Errors are ignored
+    here; they are raised when the model is checked, or by the tasks.
     """
     with suppress(BrokenExecutor, OSError):
         for _ in range(workers_of(executor)):
@@ -189,7 +189,7 @@ def load_early(executor: Executor, plan: Plan, threads: int | None) -> None:
 
 
 class _WorkProgress:
-    """Tells how many results of one kind are there, and how many seconds the others take by their pace."""
+    """Reports how many results of one kind are computed, and estimates the seconds left for the others."""
 
     def __init__(self, listener: Listener, work: Work, before: int, whole: int) -> None:
         self._listener, self._share, self._before, self._whole = listener, work.share, before, whole
@@ -258,7 +258,7 @@ def _worker_results(task: Task, sent_by: str, keep_going: bool, threads: int | N
 
 
 def _worker_models(plan: Plan | None, threads: int | None) -> Models | None:
-    """Set the number of threads of a worker, and return its loader of the models of a plan."""
+    """Return a worker's loader of the models of a plan, after setting the worker's number of threads."""
     global _kept
     if threads is not None and torch.get_num_threads() != threads:
         torch.set_num_threads(threads)

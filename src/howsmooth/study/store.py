@@ -105,7 +105,7 @@ class Store:
     # ---- The identity: settings that all rows of a kind of work share
 
     def identity(self, kind: str) -> dict[str, Any]:
-        """Return the settings shared by all rows of one kind of work, such as ``measure``, if it began."""
+        """Return the settings that all rows of one kind of work share, such as ``measure``; {} if none."""
         row = self._query("SELECT identity FROM studies WHERE kind = ?", kind).fetchone()
         return {} if row is None else dict(json.loads(row[0]))
 
@@ -128,9 +128,7 @@ class Store:
                 )
 
     def begin(self, kind: str, identity: Mapping[str, Any]) -> None:
-        """Create the store if it is not there, and record the settings that all rows of one kind of work
-        share, if none are recorded yet.
-        """
+        """Create the store if needed. Record the settings of a kind of work if it has none yet."""
         if self._late:
             self._connection.close()
             self._connection, self._lock = connected(self.path.parent, _STATEMENTS, write=True)
@@ -154,7 +152,7 @@ class Store:
         self.add([replace(run, finished=now())])
 
     def add(self, rows: Iterable[Row], run: int | None = None) -> None:
-        """Write rows of any kinds with the number of their run in one transaction: all of them or none.
+        """Write rows of any kinds in one transaction, all of them or none, with the number of their run.
 
         Failures whose missing rows are now there are deleted.
         """
@@ -183,7 +181,7 @@ class Store:
                 self._held = False
 
     def _make_good(self, rows: Sequence[Row]) -> None:
-        """Delete the failures whose missing rows are now written, also those of a whole text or model."""
+        """Delete recorded failures to compute the given rows, also failures of their whole text or model."""
         # Almost always there are no failures, and this is called for every step.
         if self._query("SELECT 1 FROM failures LIMIT 1").fetchone() is None:
             return
@@ -199,7 +197,7 @@ class Store:
     # ---- Reading
 
     def keys(self, kind: type[Row], columns: Sequence[str], **where: object) -> frozenset[tuple[Any, ...]]:
-        """Return the distinct values of some columns of a table, where other columns have given values."""
+        """Return the distinct values of some columns among the rows of a table that match ``where``."""
         names = ", ".join(columns)
         query = f"SELECT DISTINCT {names} FROM {kind.table} WHERE {_condition(where)}"
         return frozenset(self._query(query, *where.values()).fetchall())
@@ -209,7 +207,7 @@ class Store:
         return int(self._query(f"SELECT count(*) FROM {kind.table}").fetchone()[0])
 
     def rows(self, kind: type[R], order: Sequence[str] = (), **where: object) -> list[tuple[R, int | None]]:
-        """Return the rows of one table with given column values, each with the number of its run.
+        """Return the rows of one table that match ``where``, each with the number of its run.
 
         ``order`` are columns or SQL expressions to sort by; rows that are equal in them keep the order of
         writing.
@@ -229,7 +227,7 @@ class Store:
         return found
 
     def table(self, kind: type[Row], order: Sequence[str] = ()) -> pd.DataFrame:
-        """Return the rows of one table, as from :meth:`rows`, as a data frame with the column ``run``."""
+        """Return all rows of a table as a data frame; the column ``run`` has the number of each row's run."""
         rows = [{**vars(row), "run": run} for row, run in self.rows(kind, order)]
         # Keep Python objects: pandas would turn integers beside a missing value into rounded floats.
         frame = pd.DataFrame(rows, columns=[*kind.columns(), "run"], dtype=object)
@@ -254,7 +252,7 @@ class Store:
 
     @contextmanager
     def _one_state(self) -> Iterator[None]:
-        """In the ``with`` block, read the store as it is at one moment, even if other processes write."""
+        """Let all reads in the ``with`` block see the store at one moment, even if other processes write."""
         with translated(self.path):
             self._connection.execute("BEGIN")
             try:
@@ -312,7 +310,6 @@ def _condition(where: Mapping[str, object]) -> str:
 
 
 def _statements_of(kind: type[Row]) -> tuple[str, str]:
-    """Return the statements that create a table and the unique index of its key."""
     columns = [
         f"{name} {_SQL_TYPES[plain]}{'' if nullable else ' NOT NULL'}"
         for name, (plain, nullable) in kind.types().items()
@@ -326,7 +323,7 @@ def _statements_of(kind: type[Row]) -> tuple[str, str]:
 
 
 def _insertion_of(kind: type[Row]) -> str:
-    """Return the statement that inserts a row with the number of its run and its seal (a digest)."""
+    """Return the SQL statement that inserts a row with the number of its run and its seal (a digest)."""
     names = [*kind.columns(), "run"]
     # Named parameters, because the seal is computed from the same values as the row.
     marks = [f":{name}" for name in names]

@@ -50,7 +50,7 @@ def begun(connection: sqlite3.Connection) -> Iterator[None]:
 
 @contextmanager
 def translated(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise an SQLite error of the ``with`` block as a StoreError that says what the user can do."""
+    """Turn an SQLite error in the ``with`` block into a StoreError that says what the user can do."""
     path = Path(path)
     try:
         yield
@@ -77,7 +77,7 @@ def translated(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def store_there(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder contains anything named like a store, other than an empty file."""
+    """Return whether a folder has a store: anything named like one, except an empty file."""
     folder = Path(folder)
     try:
         if folder.exists() and not folder.is_dir():
@@ -162,7 +162,7 @@ def _check(connection: sqlite3.Connection, path: Path, statements: Sequence[str]
 
 
 def _check_seals(connection: sqlite3.Connection, path: Path) -> None:
-    """Check the digest of each row; SQLite checks only the structure of the file."""
+    """Check the stored digest of each row. SQLite itself checks only the structure of the file."""
     for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
         names = [row[1] for row in connection.execute(f"PRAGMA table_info({table})") if row[1] != "seal"]
         try:
@@ -178,7 +178,7 @@ def _check_seals(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _seal(*values: object) -> str:
-    """Return a digest of the values of a row, in which 1 and 1.0 are equal, as in a column of floats."""
+    """Return a digest of the values of a row. The numbers 1 and 1.0 give the same digest."""
     plain = [int(value) if isinstance(value, float) and value.is_integer() else value for value in values]
     return blake2b(repr(plain).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 

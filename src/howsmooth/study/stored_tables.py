@@ -25,7 +25,7 @@ _HOW_MADE = ("method", "masking", "site", "start", "input_energy", "output_energ
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
-    """Return the tables of a store by their names, while other processes may write to it.
+    """Return the tables of a store by name. Other processes may write to the store meanwhile.
 
     ``folder`` is the ``--out`` folder of ``howsmooth measure``, the folder of a figure in that of ``howsmooth
     reproduce``, or the file ``study.sqlite`` in it. Without a store, or with a damaged one, StoreError is
@@ -63,7 +63,7 @@ def read(folder: str | os.PathLike[str]) -> dict[str, pd.DataFrame]:
 
 
 def _readable(table: pd.DataFrame) -> pd.DataFrame:
-    """Give columns of text pandas' dtype of text, and leave the column ``run`` out where it names none."""
+    """Give columns of text pandas' dtype for text, and drop the column ``run`` if it is empty."""
     text = pd.Series([""]).dtype
     mixed = [name for name in table if table[name].dtype == object]
     kinds = {name: {type(value) for value in table[name]} - {type(None)} for name in mixed}
@@ -74,7 +74,7 @@ def _readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def measurement_table(contents: Contents, *, how_made: bool = False) -> pd.DataFrame:
-    """Return the measurements as in ``measurements.csv``, perhaps with columns on how each was made."""
+    """Return the table of ``measurements.csv``; with ``how_made``, add how each constant was measured."""
     rows = contents.measurements
     stored = rows["model"].map(contents.models.set_index("label")["stored"])
     table = rows.loc[:, "model":"seed"].assign(stored=stored, computed=rows["dtype"])

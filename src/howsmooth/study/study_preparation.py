@@ -63,7 +63,7 @@ class Subject:
     starts: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the input out when pickled, since each task carries its own sequences."""
+        """Leave the input out of the pickled state, since each task carries its own sequences."""
         return vars(self) | {"feed": None, "starts": {}}
 
 
@@ -76,7 +76,7 @@ class Models:
         self._model: Any = None
 
     def load(self, spec: ModelSpec, content: str) -> Any:
-        """Load a model if it is not; the tokenizer of an untrained one is trained on ``content``."""
+        """Load a model unless it is loaded. The tokenizer of an untrained model is trained on ``content``."""
         from howsmooth.models import load_model  # imports transformers, which takes seconds
 
         key = (spec, content if spec.random_init else "")
@@ -91,7 +91,7 @@ class Models:
 
     @property
     def bytes(self) -> int:
-        """The size of the parameters of the loaded model."""
+        """The size of the loaded model's parameters in bytes."""
         module = getattr(self._model, "model", None)
         return 0 if module is None else sum(p.numel() * p.element_size() for p in module.parameters())
 
@@ -239,7 +239,7 @@ def open_sources(plan: Plan) -> list[OpenedInput]:
 
 
 def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> Subject:
-    """Determine the layers, heads and lengths of a model that a plan measures, and prepare the input."""
+    """Determine which layers, heads and lengths of a model a plan measures, and prepare the input."""
     label = spec.label
     counts = layer_and_head_counts(model, label)
     layers = plan.layers_of(spec).resolve(counts[0], label, "layers")
@@ -269,9 +269,7 @@ def subject_of(plan: Plan, spec: ModelSpec, source: OpenedInput, model: Any) -> 
 
 
 def placed(spec: ModelSpec) -> ModelSpec:
-    """Return a model with the absolute path of its folder, since a worker may have another working
-    directory.
-    """
+    """Make the path of a model's folder absolute, since a worker may have another working directory."""
     # Unlike Path.is_dir, os.path.isdir is False for a name that is too long for a path.
     folder = os.path.isdir(spec.name)  # noqa: PTH112
     return replace(spec, name=str(Path(spec.name).absolute())) if folder else spec
@@ -344,7 +342,8 @@ def capture_sites(
     side: str | None = None,
 ) -> list[Any]:
     """Run a model once, and return the chosen attention layers with their inputs, ordered by layer and head.
-    ``output`` is the output of a whole model, and ``side`` the input sequence of two that is perturbed.
+    ``output`` selects the output of a whole model; ``side`` selects which of two input sequences is
+    perturbed.
     """
     from howsmooth.models import CrossSite, capture
 

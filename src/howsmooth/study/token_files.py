@@ -20,7 +20,7 @@ __all__ = ["TokenStream", "load_tokens", "open_tokens"]
 
 @dataclass(frozen=True, eq=False)
 class TokenStream:
-    """Sequences of token ids or of embedded tokens, all of one length, concatenated into one tensor."""
+    """Sequences of token ids or embedded tokens, all of one length, joined in one tensor."""
 
     name: str  #: The name of the file without its ending.
     source: str  #: A phrase that says where the tokens come from.
@@ -35,9 +35,9 @@ class TokenStream:
 
 
 def open_tokens(source: str | os.PathLike[str], kind: str) -> np.ndarray:
-    """Open the array of a ``.npy`` file: of ids (tokens,) or (sequences, tokens) for the kind ``"tokens"``,
-    and (n, d) or (sequences, n, d) in float32 or float64 for ``"embeddings"``. A file that cannot be read, or
-    an array of another dtype or shape, raises ArgumentError.
+    """Open the array in a ``.npy`` file. For the kind ``"tokens"`` it must be an integer array (tokens,) or
+    (sequences, tokens); for ``"embeddings"`` (n, d) or (sequences, n, d) in float32 or float64. Any other
+    file or array raises ArgumentError.
     """
     path = Path(source).expanduser()
     where = _shortened(path)
@@ -66,7 +66,7 @@ def open_tokens(source: str | os.PathLike[str], kind: str) -> np.ndarray:
 
 
 def load_tokens(source: str | os.PathLike[str], kind: str) -> TokenStream:
-    """Read what :func:`open_tokens` finds; refuse numbers that are no ids, and NaN and infinity."""
+    """Read token ids or embedded tokens from a ``.npy`` file; refuse invalid ids, NaN and infinity."""
     import torch  # takes seconds, and a wrong file is told before
 
     array, ids = open_tokens(source, kind), kind == "tokens"

@@ -1,4 +1,4 @@
-"""What every worker process needs, imported once by the process from which the workers are forked."""
+"""Import what every worker process needs, once, in the process from which the workers are forked."""
 
 # ruff: noqa: F401
 

@@ -1,4 +1,4 @@
-"""Processes on this machine that carry out tasks. This module imports nothing heavy."""
+"""Start worker processes on this machine. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def available_cores() -> int:
 
 
 def prepared_processes(constants: int, device: str, how: Execution) -> int:
-    """Return in how many processes of this machine so many constants are measured fastest; 1 for this process
-    alone. For several, begin to import in the background what they need.
+    """Return the number of processes that measure ``constants`` constants fastest; 1 means this process
+    alone. If there are several, start to import what they need in the background.
 
     Processes with a thread each do not wait for each other, whatever else the machine does. Who sets a number
     of threads means this process.
@@ -49,7 +49,7 @@ def prepared_processes(constants: int, device: str, how: Execution) -> int:
 
 @contextmanager
 def worker_processes(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of processes, which ends with the context. After an error, processes that are still busy
+    """Yield a pool of worker processes, which ends with the ``with`` block. After an error, busy processes
     are stopped too.
     """
     pool = ProcessPoolExecutor(workers, mp_context=_context(), initializer=_set_up)

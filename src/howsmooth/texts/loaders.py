@@ -1,4 +1,4 @@
-"""Loading of a text by its name or path, with a record of its origin."""
+"""Load a text by its name or path, and record its origin."""
 
 from __future__ import annotations
 

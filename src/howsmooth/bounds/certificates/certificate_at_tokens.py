@@ -14,10 +14,10 @@ from howsmooth.attention.map import check_tokens
 from howsmooth.attention.theorem_preconditions import require_formula, require_plain_scores
 from howsmooth.bounds.attention_parameters import Head, Parameters, SiteLike, as_matrix
 from howsmooth.bounds.bound import Bound, Quantity
+from howsmooth.bounds.certificates.formed_jacobian import by_whole, is_small
 from howsmooth.bounds.certificates.parts import by_parts
 from howsmooth.bounds.certificates.rounded_attention import HeadsAt, heads_at
 from howsmooth.bounds.certificates.rows import by_rows
-from howsmooth.bounds.certificates.whole import by_whole, is_small
 from howsmooth.errors import ArgumentError
 from howsmooth.rounding import Enclosed, above, limit_in_digits, spectral_norm_above, up
 
@@ -133,7 +133,7 @@ def certificate(attention: object, X: object = None, *, iterations: int = 30) ->
 
 
 def forms(at: HeadsAt) -> Mapping[str, Form]:
-    """Return the forms that may be the sharpest for the Jacobian of these heads, by name."""
+    """Return the functions, by name, that may give the sharpest bound on the Jacobian of these heads."""
     if is_small(at):
         return {"the whole matrix": by_whole}
     if len(at.heads) > 1:

@@ -1,4 +1,4 @@
-"""An upper bound on ‖D_X f‖ of any number of heads as a sum of bounds on three parts (Theorem N)."""
+"""An upper bound on ‖D_X f‖ for any number of heads, by bounds on three parts of D_X f (Theorem N)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.products import FORMED, Groups, dominated, sandwich
+from howsmooth.bounds.certificates.eigenvalue_bounds import FORMED, Groups, dominated, sandwich
 from howsmooth.bounds.certificates.rounded_attention import HeadsAt, row_blocks
 from howsmooth.rounding import Enclosed, above, gamma, shrink, spectral_norms, up
 from howsmooth.rounding.eigenvalue_estimates import largest_eigenpairs
@@ -33,7 +33,7 @@ _ABOVE = 1 + 5e-4
 
 
 def by_parts(at: HeadsAt, iterations: int) -> Enclosed:
-    """Bound the norm of the Jacobian by Theorem N, with weights from at most so many steps of a search."""
+    """Bound the norm of the Jacobian by Theorem N, with weights from a search of ``iterations`` steps."""
     parts = (averages(at), moving_keys(at, search(at, iterations)), diagonal(at))
     upper, plain = (torch.stack(numbers).sum() for numbers in zip(*parts, strict=True))
     return Enclosed(above(upper, 2), plain)
@@ -43,7 +43,7 @@ def by_parts(at: HeadsAt, iterations: int) -> Enclosed:
 
 
 def averages(at: HeadsAt) -> Enclosed:
-    """Bound the part that remains if the attention weights are held fixed, Σ_h P^h ⊗ W_h V_h."""
+    """Bound the norm of Σ_h P^h ⊗ W_h V_h, the Jacobian for attention weights P^h that are held fixed."""
     W, V, P = _outer(at), [head.V for head in at.heads], [head.P for head in at.heads]
     folded = spectral_norms(torch.cat([w @ v for w, v in zip(W, V, strict=True)], dim=1))
     error = gamma(len(V[0]) + 2) * torch.stack([w.norm() * v.norm() for w, v in zip(W, V, strict=True)]).sum()
@@ -60,7 +60,7 @@ def averages(at: HeadsAt) -> Enclosed:
 
 
 def moving_keys(at: HeadsAt, weights: Weights) -> Enclosed:
-    """Bound the part of the derivatives of the scores with respect to the keys, ν of Theorem N."""
+    """Bound the part of the Jacobian that arises because the scores depend on the keys (Theorem N)."""
     q, n = weights.q, at.n
     relative = up(gamma(n + 8))
     sums = []
@@ -82,7 +82,9 @@ def moving_keys(at: HeadsAt, weights: Weights) -> Enclosed:
 
 
 def diagonal(at: HeadsAt) -> Enclosed:
-    """Bound the block-diagonal part, of the derivatives of the queries: max_i ‖Σ_h W_h F_i^h Q_h‖."""
+    """Bound the part of the Jacobian that arises because the scores depend on the queries. It is block
+    diagonal, and its norm is max_i ‖Σ_h W_h F_i^h Q_h‖.
+    """
     Q = shrink(torch.cat([head.Q for head in at.heads]).mT).mT
     W, Qs = _outer(at), Q.chunk(len(at.heads))
     F = torch.stack([head.F for head in at.heads], dim=1)
@@ -137,7 +139,7 @@ def _traces(squares: Float[Tensor, "n k k"]) -> Float[Tensor, " n"]:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Positive weights, of tokens and of pairs of tokens for each head, for the bound of Theorem N.
+    """The positive weights in the bound of Theorem N: for tokens, and for pairs of tokens in each head.
 
     ``a`` and ``b`` have products of at least M², up to four roundings. ``c`` and ``nu_square`` estimate c_i
     and ν² for these weights.
@@ -151,7 +153,7 @@ class Weights:
 
 
 def search(at: HeadsAt, iterations: int) -> Weights:
-    """Search for weights that make ν small.
+    """Search for weights that make the bound of :func:`moving_keys` small.
 
     The weights of pairs are chosen by the sizes of the blocks. The iteration q_j ← q_j (Φ_j(q)/q_j)^0.8 ends
     when ν² hardly falls, and the best weights are taken. Eigenvalues are estimated by Lanczos steps, which
@@ -215,9 +217,10 @@ def search(at: HeadsAt, iterations: int) -> Weights:
 
 
 def pair_weights(at: HeadsAt) -> tuple[list[Tensor], list[Tensor]]:
-    """Return a_ij = M_ij r_ij and b_ij = M_ij / r_ij for each head, with r_ij near |W w_ij| / |y_ij|.
+    """Return the weights of pairs of tokens in Theorem N: two matrices a and b (n, n) for each head.
 
-    A factor of a whole row of all heads changes nothing, so the largest ratio of each row is one.
+    They are a_ij = M_ij r_ij and b_ij = M_ij / r_ij, with r_ij near |W w_ij| / |y_ij|. A factor of a whole
+    row of all heads changes nothing, so the largest ratio of each row is one.
     """
     ratios = []
     for head, W in zip(at.heads, at.W, strict=True):
@@ -233,7 +236,7 @@ def pair_weights(at: HeadsAt) -> tuple[list[Tensor], list[Tensor]]:
 def _diagonal_guesses(
     outer: Float[Tensor, "rows m"], Q: Float[Tensor, "heads k d"], F: Float[Tensor, "n heads v k"]
 ) -> Float[Tensor, " n"]:
-    """Estimate the squared norm of each diagonal block by Lanczos steps."""
+    """Estimate the squared norms of the diagonal blocks of :func:`diagonal` by Lanczos steps."""
     W, of_W = _scaled(outer.split(F.shape[2], dim=1))
     Q, of_Q = _scaled(list(Q))
     F, of_F = _scaled(list(F.transpose(0, 1)))
@@ -247,16 +250,12 @@ def _diagonal_guesses(
 
 
 def _scaled(parts: Sequence[Tensor]) -> tuple[Tensor, float]:
-    """Divide tensors by the size of their largest entry, round them to float32 and stack them; return this
-    size too.
-    """
+    """Divide tensors by their largest absolute entry and stack them in float32. Also return this entry."""
     size = max(float(t.abs().amax()) for t in parts) or 1.0
     return torch.stack([(t / size).float() for t in parts]), size
 
 
 def _multiplied(x: Float[Tensor, "heads n k"], matrices: Float[Tensor, "heads n l k"]) -> Tensor:
-    """Multiply each vector by its own matrix. Row vectors from the left take PyTorch an eighth of the time of
-    columns.
-    """
+    """Multiply each vector x by its own matrix M. PyTorch computes xᵀMᵀ in an eighth of the time of M x."""
     found: Tensor = (x[..., None, :] @ matrices.mT)[..., 0, :]
     return found

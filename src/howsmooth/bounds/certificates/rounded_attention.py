@@ -118,9 +118,7 @@ class HeadsAt:
 
     @cached_property
     def outer(self) -> Float[Tensor, "rows m"]:
-        """The output maps of all heads side by side, or a triangle with at least their norms (:func:`shrink`)
-        if it has fewer rows.
-        """
+        """The output maps of all heads side by side, or a smaller triangular matrix that bounds them."""
         return shrink(torch.cat(self.W, dim=1))
 
 
@@ -294,8 +292,8 @@ def _weights(
 
 @dataclass(frozen=True, eq=False)
 class _Projected:
-    """The queries, keys or values of a head, which carry their rounding errors, and their derivatives with
-    respect to the tokens.
+    """The queries, keys or values of a head and their derivatives with respect to the tokens, with bounds on
+    the rounding errors of both.
 
     Attributes
     ----------
@@ -372,7 +370,9 @@ def _normed(
 def shortest_lengths(
     layer: LayerNorm | RMSNorm, vectors: Float[Tensor, "n k"]
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Bound how far rounding moves the vectors y that a norm normalises, and their lengths from below."""
+    """Return bounds on the rounding errors of the vectors that a norm layer normalises, and lower bounds on
+    the lengths by which it divides them.
+    """
     a, k = plain(vectors), vectors.shape[1]
     _, length = layer.direction_and_length(a)
     moved = _norms(entries_of(vectors)) + 2 * gamma(k + 3) * _norms(a)
@@ -383,7 +383,7 @@ def shortest_lengths(
 
 @dataclass(frozen=True, eq=False)
 class _After:
-    """Tokens t_j = g ∘ u_j + β after a norm layer, as rounded.
+    """The tokens t_j = g ∘ u_j + β after a norm layer, with bounds on their rounding errors.
 
     Attributes
     ----------
@@ -419,14 +419,17 @@ class _After:
         return cls(plain(t), entries_of(t), gain, columns, norm.centred)
 
     def on_tokens(self, matrix: Float[Tensor, "k d"]) -> Float[Tensor, "k d"]:
-        """Multiply a matrix by D = diag(g) H, where H subtracts the mean if the layer does."""
+        """Multiply a matrix by D = diag(g) H with the gains g, where H subtracts the mean if the norm layer
+        does.
+        """
         matrix = matrix * self.gain
         return matrix - matrix.mean(dim=1, keepdim=True) if self.centred else matrix
 
     def rounding(self, size: Tensor, matrix: Float[Tensor, "k d"]) -> Tensor:
-        """Bound what the rounding of D and 1/s_j does to a part of the Jacobian, with blocks of these sizes
-        times ``matrix``: d + 6 roundings of |W g| and of its mean, and two of 1/s_j.
+        """Bound the error in one part of the Jacobian that is caused by rounding in the derivative of the
+        norm layer. This part is ``matrix`` times blocks of norms ``size``.
         """
+        # There are d + 6 roundings of |W g| and of its mean, and two of 1/s_j.
         found: Tensor = (size * self.columns).norm() * (matrix * self.gain).norm()
         return 2 * gamma(len(self.gain) + 8) * found
 

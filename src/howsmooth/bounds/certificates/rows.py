@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.products import sandwich
+from howsmooth.bounds.certificates.eigenvalue_bounds import sandwich
 from howsmooth.bounds.certificates.rounded_attention import HeadAt, HeadsAt, row_blocks
 from howsmooth.rounding import Enclosed, above, gamma, up
 
@@ -22,7 +22,7 @@ _SMALLEST_TAU = 1e-14
 
 
 def by_rows(at: HeadsAt, iterations: int) -> Enclosed:
-    """Bound the norm of the Jacobian of one head by Theorem R, with weights from so many search steps."""
+    """Bound the Jacobian of one head by Theorem R, with weights from ``iterations`` steps of a search."""
     head, W, n = at.heads[0], at.outer, at.n
     diagonal, _ = _diagonal_squares(head)
     q = torch.ones(n, dtype=torch.float64)
@@ -69,7 +69,7 @@ def _blocks(head: HeadAt) -> list[slice]:
 
 
 def _moved_values(head: HeadAt, rows: slice) -> Float[Tensor, "rows n value_dim"]:
-    """Return g_ij w_ij with g_ij = M_ij / P_ij, the derivative of the soft cap."""
+    """Return the differences v_j − o_i of values and outputs, times the derivative of the soft cap."""
     P, moving = head.P[rows], head.moving[rows]
     slope = torch.where(P > 0, moving / P, 0.0)
     return slope[..., None] * (head.v[None] - head.o[rows, None])
@@ -96,7 +96,8 @@ def _terms(head: HeadAt) -> Iterator[tuple[slice, Tensor, Tensor]]:
 def _row_squares(
     head: HeadAt, q: Float[Tensor, " n"], terms: Terms | None = None
 ) -> Float[Tensor, "n value_dim value_dim"]:
-    """Return Σ_j P_ij q_j N_ij N_ijᵀ for each i, N_ij N_ijᵀ = V Vᵀ + s_ij g_ij w_ijᵀ + g_ij w_ij s_ijᵀ."""
+    """Return Σ_j P_ij q_j N_ij N_ijᵀ for each i, where P_ij N_ij + δ_ij F_i Q are the Jacobian's blocks."""
+    # N_ij N_ijᵀ = V Vᵀ + s_ij g_ij w_ijᵀ + g_ij w_ij s_ijᵀ
     VV = head.V @ head.V.mT
     squares = torch.empty(len(q), *VV.shape, dtype=q.dtype)
     for rows, w, beside in terms or _terms(head):
@@ -118,7 +119,7 @@ def _slack(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def _diagonal_squares(head: HeadAt) -> tuple[Float[Tensor, "n value_dim value_dim"], Float[Tensor, " n"]]:
-    """Return F_i Q Qᵀ F_iᵀ for each row i, and bounds on the rounding errors."""
+    """Return F_i Q (F_i Q)ᵀ for the part F_i Q of each diagonal block, and bounds on the rounding errors."""
     k, d = head.Q.shape
     size = torch.linalg.matrix_norm(head.F).square() * head.Q.square().sum()
     return head.F @ (head.Q @ head.Q.mT) @ head.F.mT, up(gamma(d + 2 * k + 20) * size)

@@ -1,1 +1,1 @@
-"""The two small trained models that ship with the library, each as a folder in the Hugging Face format."""
+"""Two small trained models that ship with the library, each in a folder of the Hugging Face format."""

@@ -1,5 +1,4 @@
-"""Identification of the map that a traced attention layer computes, from its tensors, and verification of the
-map.
+"""Finding the map that an attention layer computes, from the tensors in a trace of it, and verifying the map.
 
 Names, shapes and model types decide nothing. ``self_attention_module`` finds the attention module and its
 tokens; ``candidate_maps`` reads projections, rotary positions and masks, ``norm_placement``

@@ -1,4 +1,4 @@
-"""Candidates for the map that a traced attention layer computes, derived from its tensors, not from names.
+"""Candidates for the map of a traced attention layer. They are found from recorded values, not names.
 
 There are three hypotheses, from the most to the least explicit: a map whose every parameter is known; the
 softmaxes in closed form inside the model's own code; the whole module, differentiated by PyTorch. Each fits
@@ -55,7 +55,7 @@ CapturedMap = SelfAttention | StagedAttention | ReplayedAttention
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A candidate for the map that an attention layer computes, which is not verified yet."""
+    """A map that an attention layer may compute, before it is verified."""
 
     map: CapturedMap
     path: Literal["closed form", "autodiff"]  # how the Jacobian of the map is computed
@@ -67,8 +67,8 @@ class Candidate:
 def hypotheses(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput
 ) -> Iterator[Candidate | CaptureError]:
-    """Yield candidates for the map that an attention layer computes, those with the most known parameters
-    first. In place of a hypothesis that does not fit the trace stands the error that says why.
+    """Yield the maps that an attention layer may compute, the map with the most known parameters first. Where
+    a hypothesis does not fit the trace, yield an error that says why.
     """
     maskings = [_masking(trace.layer, softmax, self_attention) for softmax in trace.softmaxes]
     words = ", ".join(dict.fromkeys(masking.words for masking in maskings))
@@ -104,7 +104,7 @@ def hypotheses(
 
 
 def _explicit(trace: LayerTrace, output: AttentionOutput, masking: Masking) -> SelfAttention:
-    """Read all weights and options of an attention layer."""
+    """Read all weights and options of an attention layer from its trace."""
     layer, x, n = trace.layer, trace.x, trace.x.shape[1]
     if len(trace.softmaxes) > 1:
         raise CaptureError(f"{layer} has {len(trace.softmaxes)} softmaxes.")
@@ -152,8 +152,8 @@ def _explicit(trace: LayerTrace, output: AttentionOutput, masking: Masking) -> S
 def _staged(
     trace: LayerTrace, part: CopiedModule, output: AttentionOutput, *, causal: bool
 ) -> StagedAttention:
-    """Return a map that runs the copied module with a SoftmaxCore, whose Jacobian has a closed form, in place
-    of each softmax.
+    """Return a map that runs the copied attention module. Each softmax in it is replaced by a SoftmaxCore,
+    which has a Jacobian in closed form.
     """
     cores, dtype = [], trace.x.dtype
     for softmax in trace.softmaxes:
@@ -187,7 +187,7 @@ def _replayed(
     *,
     causal: bool,
 ) -> ReplayedAttention:
-    """Return a map that runs the copied module as it is and is differentiated by PyTorch."""
+    """Return a map that runs the copied module unchanged, so that PyTorch differentiates all of it."""
     heads, inner, projection = heads_in(trace), None, output.projection
     if projection is not None:
         width = width_of(projection.inputs, projection)
@@ -204,7 +204,7 @@ def _sinks(softmax: SoftmaxCall, dtype: torch.dtype) -> Tensor | None:
 
 
 def _matrix_of(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
-    """Return the linear module, in the output projection or this itself, that is given the heads."""
+    """Return the linear module that multiplies the heads: the output projection, or a module inside it."""
     heads, parts = heads_of(trace), set(projection.module.modules())
     for call in trace.after:
         if heads is not None and call.module in parts and is_linear(call.module) and is_given(call, heads):
@@ -214,7 +214,7 @@ def _matrix_of(trace: LayerTrace, projection: ModuleCall) -> nn.Module:
 
 
 def tail_of(self_attention: SelfAttentionModule, output: AttentionOutput) -> Tail:
-    """Return a description of which tensor is the attention output."""
+    """Say which tensor in a run of the attention module is the attention output."""
     if output.outside:
         module = copy.deepcopy(output.call.module).requires_grad_(requires_grad=False)
         return Tail(module, width=width_of(output.call.inputs, output.call))
@@ -237,7 +237,7 @@ def norms_all_heads(f: CapturedMap) -> bool:
 
 
 def width_of(tokens: Tensor | None, call: ModuleCall) -> int:
-    """Return the dimension of the tokens that a module call takes or returns."""
+    """Return the last dimension of ``tokens``. Raise CaptureError if the module call has no such tensor."""
     if tokens is None:
         raise CaptureError(f"{call.name} returns no tensor.")
     return tokens.shape[-1]
@@ -255,7 +255,7 @@ def _by_head(scores: Tensor, n: int) -> Tensor:
 
 
 def _masking(layer: AttentionLayer, softmax: SoftmaxCall, self_attention: SelfAttentionModule) -> Masking:
-    """Describe the mask of a softmax in words and by rules."""
+    """Describe the mask of one softmax, in words and by rules."""
     if softmax.obstacle:  # the zeros of the attention weights show the mask
         p = softmax.probabilities
         if p is None or p.shape[-1] != p.shape[-2]:
@@ -281,7 +281,7 @@ def _masking(layer: AttentionLayer, softmax: SoftmaxCall, self_attention: SelfAt
 
 
 def condition_of(softmax: SoftmaxCall) -> float:
-    """Return an upper bound on the absolute attention scores, which determines the tolerance of comparisons.
+    """Return an upper bound on the absolute scores of a softmax. Tolerances of comparisons grow with it.
 
     If the queries or keys are unknown, the result is 100, which is a guess and no bound.
     """

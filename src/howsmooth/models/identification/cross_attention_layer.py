@@ -42,12 +42,12 @@ __all__ = ["OneSequence", "VerifiedCrossLayer", "read_cross_layer"]
 
 
 class OneSequence(CaptureError):  # noqa: N818 - says what was found
-    """The exception that is raised for a layer whose queries, keys and values come from the same tokens."""
+    """The error for a layer whose queries, keys and values all come from the same tokens."""
 
 
 class _OneArgument(CopiedModule):
-    """A copied cross-attention module as a function of its queries' tokens, of its memory, or of both, one
-    above the other. A sequence that is not an argument is held fixed.
+    """A copied cross-attention module as a function of its query tokens, of its memory, or of both,
+    concatenated along the token axis. A sequence that is not an argument is held fixed.
 
     If the dimensions of the two sequences differ, rows of the shorter ones end with zeros, which are ignored.
     """
@@ -63,7 +63,7 @@ class _OneArgument(CopiedModule):
 
     @property
     def x(self) -> Tensor:
-        """The captured argument: the tokens, the memory, or both."""
+        """The argument as it was captured: the query tokens, the memory, or both."""
         x, memory = self.call.tokens()[0], _memory_of(self.call)
         if self.side != "joint":
             return (x if self.side == "queries" else memory).clone()
@@ -71,7 +71,6 @@ class _OneArgument(CopiedModule):
         return torch.cat([pad(t, (0, width - t.shape[1])) for t in (x, memory)])
 
     def describe(self) -> str:
-        """Return a phrase for messages and reports."""
         kind = type(self.call.module).__name__
         return f"the model's own cross-attention {kind}, as {_OF_SIDE[self.side]}"
 
@@ -106,14 +105,14 @@ class VerifiedCrossLayer:
     stored: torch.dtype
 
     def map(self, side: str) -> tuple[ReplayedAttention, Tensor]:
-        """Return the layer as a map of ``side``, which is "queries", "memory" (the sequence that gives the
-        keys and values) or "joint", and the tokens (n, d) that it was given.
+        """Return the layer as a map of one side, and the tokens (n, d) of this side. The side is "queries",
+        "memory" (the sequence that gives the keys and values) or "joint" (both).
         """
         part = _OneArgument(self.copied, side)
         return ReplayedAttention(part, d_out=self.d_out, heads=self.heads, causal=False), part.x
 
     def site(self, side: str, sequence: int | None) -> CrossSite:
-        """Return the captured layer with its inputs, as a map of ``side`` as in :meth:`map`."""
+        """Return the layer as a map of ``side``, as in :meth:`map`, together with the captured inputs."""
         layer = self.module.layer
         f, z = self.map(side)
         return CrossSite(
@@ -138,7 +137,7 @@ class VerifiedCrossLayer:
 
 
 def read_cross_layer(traced_layer: TracedLayer) -> VerifiedCrossLayer:
-    """Copy a cross-attention layer, traced in a forward pass of one sequence, and verify the copy.
+    """Copy a cross-attention layer that was traced on one sequence, and verify the copy.
 
     Raises
     ------
@@ -164,13 +163,13 @@ def read_cross_layer(traced_layer: TracedLayer) -> VerifiedCrossLayer:
 
 
 def _memory_of(call: ModuleReplay) -> Tensor:
-    """Return the memory (n, d_memory) of a module call for one sequence."""
+    """Return the tokens (n, d_memory) from which a recorded module call computes its keys and values."""
     assert call.memory is not None
     return call.memory.reshape(-1, call.memory.shape[-1])
 
 
 def _find(traced_layer: TracedLayer) -> SelfAttentionModule:
-    """Find the module of a traced layer that takes the query tokens and the memory as arguments."""
+    """Find the module of a traced layer that takes the query tokens and the key tokens as two arguments."""
     layer, reasons = traced_layer.layer, list[str]()
     roles: dict[int, dict[str, SelfAttentionModule]] = {}
     for tried in tried_arguments(traced_layer, reasons):
@@ -193,8 +192,8 @@ def _find(traced_layer: TracedLayer) -> SelfAttentionModule:
 
 
 def _with_memory(found: SelfAttentionModule, memory: Tensor) -> SelfAttentionModule:
-    """Return a cross-attention module with its call as a function of the memory too; raise CaptureError if
-    the tokens or the memory determine which keys a query sees.
+    """Return a cross-attention module whose recorded call can also be repeated with other tokens for keys and
+    values. Raise CaptureError if the values of the tokens decide which keys a query sees.
     """
     replay, before = ModuleReplay(found.call, found.replay.x, 1, memory), found.softmaxes
     check_finite_outputs(found.layer, replay.x, before)
@@ -205,7 +204,7 @@ def _with_memory(found: SelfAttentionModule, memory: Tensor) -> SelfAttentionMod
 
 
 def _masking(trace: LayerTrace) -> str:
-    """Describe in words which memory tokens are hidden from the queries of a cross-attention layer."""
+    """Describe in words which keys the masks of a cross-attention layer hide."""
     found = []
     for softmax in trace.softmaxes:
         visible, _ = split_mask(trace.layer, softmax.mask)
@@ -223,7 +222,7 @@ def _masking(trace: LayerTrace) -> str:
 
 
 def _verify(found: VerifiedCrossLayer, output: AttentionOutput, condition: float) -> None:
-    """Raise CaptureError unless the copy agrees with the model, at the captured sequences and at others."""
+    """Raise CaptureError unless the copy agrees with the model, on the captured sequences and on others."""
     module = found.module
     call, memory = module.alone, _memory_of(module.alone)
     for of_queries, of_memory in ((False, False), (True, False), (False, True), (True, True)):

@@ -38,7 +38,7 @@ __all__ = ["VerifiedLayer", "indices_of", "read_layer"]
 
 @dataclass(frozen=True, eq=False)
 class VerifiedLayer:
-    """A self-attention layer whose map was identified and verified."""
+    """A self-attention layer with its verified map."""
 
     self_attention: SelfAttentionModule
     output: AttentionOutput
@@ -56,12 +56,12 @@ class VerifiedLayer:
 
     @cached_property
     def _by_head(self) -> Candidate:
-        """The map whose heads can be taken alone where a norm of the map acts on all heads together."""
+        """A map that can be split into heads even if one norm acts on all heads together."""
         return next(self.others, self.found)
 
     def sites(self, scope: str, heads: Sequence[int] | slice | None = None) -> list[Site]:
-        """Return the map of a scope of the layer (in scope ``head`` one for each selected head) with its
-        input tokens.
+        """Return the layer as a map in the given scope, such as ``block``, with its input tokens. In scope
+        ``head``, return one map for each selected head.
 
         Raises
         ------
@@ -147,7 +147,7 @@ def read_layer(traced_layer: TracedLayer) -> VerifiedLayer:
 def _read(
     trace: LayerTrace, self_attention: SelfAttentionModule, call: ModuleReplay, stored: torch.dtype
 ) -> VerifiedLayer:
-    """Identify and verify the map of a layer from its trace."""
+    """Identify and verify the map of a layer, given a trace of the layer."""
     output = find_output(trace, self_attention)
     verified = _verified(trace, self_attention, output)
     found = next(verified)
@@ -158,8 +158,8 @@ def _read(
 def _verified(
     trace: LayerTrace, self_attention: SelfAttentionModule, output: AttentionOutput
 ) -> Iterator[Candidate]:
-    """Yield the candidates that agree with the layer, the most explicit first; raise the last error if none
-    does.
+    """Yield the candidate maps that agree with the layer, the most explicit first. If none does, raise the
+    last error.
     """
     refused: list[CaptureError] = []
     none = True
@@ -179,9 +179,7 @@ def _verified(
 
 
 def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
-    """Return True if all tokens in ``x`` may be outputs of a norm, which was identified on the first sequence
-    only.
-    """
+    """Return True if there is a norm, and each token in ``x`` may be an output of it, up to rounding."""
     if norm is None:
         return False
     # transformers' norms compute in float32 for every dtype of the model, so that entries may be off by that.
@@ -195,8 +193,8 @@ def _may_be_outputs(norm: LayerNorm | RMSNorm | None, x: Tensor) -> bool:
 
 
 def indices_of(given: Sequence[int] | slice | None, count: int, what: str) -> list[int]:
-    """Convert a selection of layers or heads (None for all) to a list of indices without repetition; raise
-    ArgumentError if an index is outside of ``-count`` to ``count - 1``, or a slice is empty.
+    """Convert a selection of layers or heads (None for all) to a list of distinct indices. Raise
+    ArgumentError if an index is not from ``-count`` to ``count - 1``, or if a slice is empty.
     """
     if given is None:
         return list(range(count))

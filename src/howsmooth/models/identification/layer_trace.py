@@ -1,4 +1,4 @@
-"""A run of one layer of a model by itself, with a trace of its module calls, tokens and softmaxes."""
+"""The trace of one layer: its module calls, tokens and softmaxes in a run on one sequence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SAME = 1e-2
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """A call of a module that has ended, with copies (1, n, d) of its input and output if they are needed."""
+    """A completed call of a module. Its input and output, each (1, n, d), are kept if they are needed."""
 
     name: str
     module: nn.Module
@@ -47,7 +47,7 @@ class ModuleCall:
 
 @dataclass(eq=False)
 class LayerTrace:
-    """What one layer did in a run on one sequence: its module calls and softmaxes, in order."""
+    """The module calls and softmaxes of one layer in a run on one sequence, in order."""
 
     layer: AttentionLayer
     x: Tensor  # (1, n, d): the tokens that the attention module is given
@@ -62,8 +62,8 @@ class LayerTrace:
 
 
 def whole_layer(traced_layer: TracedLayer) -> ModuleReplay:
-    """Return the recorded call of the whole layer that contains an attention module (of the whole model if
-    that has no list of layers). Raise CaptureError if the call cannot be repeated.
+    """Return the recorded call of the layer that contains an attention module, or of the whole model if it
+    has no list of layers. Raise CaptureError if the call cannot be repeated.
     """
     call = traced_layer.calls[0]
     given = [v for v in call.arguments().values() if isinstance(v, Tensor)]
@@ -77,8 +77,8 @@ def whole_layer(traced_layer: TracedLayer) -> ModuleReplay:
 
 
 def recorded_trace(self_attention: SelfAttentionModule, traced_layer: TracedLayer) -> LayerTrace | None:
-    """Read what the layer around a self-attention module computed from the record of the model's forward
-    pass. Return None if there is no record, tensors in it have changed, or its softmaxes have other shapes.
+    """Build the trace of the layer around a self-attention module from what was recorded in the model's
+    forward pass. Return None if nothing usable was recorded.
     """
     if not traced_layer.events or not all(event.unchanged() for event in traced_layer.events):
         return None
@@ -96,8 +96,8 @@ def recorded_trace(self_attention: SelfAttentionModule, traced_layer: TracedLaye
 def trace_layer(
     self_attention: SelfAttentionModule, traced_layer: TracedLayer, layer: ModuleReplay
 ) -> LayerTrace:
-    """Run the layer that contains a self-attention module on one sequence, and record its module calls and
-    softmaxes. Raise CaptureError if it does not call its attention module when it runs by itself.
+    """Run the layer around a self-attention module on one sequence, and return the trace. Raise CaptureError
+    if the layer, when it runs by itself, does not call the attention module.
     """
     tracer = _Tracer(self_attention, traced_layer, copies=True)
     layer = layer.of_first_sequence()
@@ -114,7 +114,7 @@ def trace_layer(
 
 
 class _Tracer:
-    """The trace of a layer while it runs, or while the record of its run is read, which needs no copies."""
+    """Collects the trace of a layer, while the layer runs or from the record of an earlier run."""
 
     def __init__(
         self, self_attention: SelfAttentionModule, traced_layer: TracedLayer, *, copies: bool
@@ -132,7 +132,7 @@ class _Tracer:
         self._runs = False  # whether it has not ended
 
     def starts(self, call: Call) -> None:
-        """See the beginning of a module call."""
+        """Note that a module call begins."""
         given = (*call.args, *call.kwargs.values())
         self.trace.given += [t for t in given if isinstance(t, Tensor) and t.is_floating_point()]
         if call.module is not self.module or self._attention is not None:
@@ -146,14 +146,14 @@ class _Tracer:
             self.trace.before = list(self._ended)
 
     def softmax(self, softmax: SoftmaxCall) -> None:
-        """See a softmax attention."""
+        """Add a softmax attention to the trace."""
         if self._runs and len(self.trace.softmaxes) < self.count:
             self.trace.softmaxes.append(softmax)
             if len(self.trace.softmaxes) == self.count:
                 self.trace.inside = self._ended[len(self.trace.before) :]
 
     def ends(self, call: Call) -> None:
-        """See the end of a module call."""
+        """Add a completed module call to the trace."""
         self._runs = self._runs and call is not self._attention
         after = len(self.trace.softmaxes) == self.count
         self._ended.append(self._call(call, self.trace.softmaxes[0].output if after else None))
@@ -161,13 +161,13 @@ class _Tracer:
             self.trace.after.append(self._ended[-1])
 
     def ended(self, output: Any) -> LayerTrace:
-        """Return the trace, given what the layer has returned."""
+        """Complete the trace with the output of the layer, and return it."""
         first = _first(output)
         self.trace.output = _flat(first).clone() if isinstance(first, Tensor) else None
         return self.trace
 
     def _call(self, call: Call, heads: Tensor | None) -> ModuleCall:
-        """Return the record of a call, with its tokens as far as something may be read from them."""
+        """Describe a module call, and keep only the tokens that the identification may need."""
         module, output, tokens = call.module, call.output, call.inputs
         first = _first(output)
         given = sum(v is not None for v in (*call.args, *call.kwargs.values()))
@@ -192,7 +192,7 @@ class _Tracer:
 
 
 def _norm_before(self_attention: SelfAttentionModule, traced_layer: TracedLayer) -> ModuleCall | None:
-    """Return the last norm before the attention module, for the first sequence of the batch."""
+    """Return the call of the last norm before the attention module, for the first sequence of the batch."""
     replay = self_attention.replay
     norm = next((c.last_norm for c in traced_layer.calls if c.module is replay.module), None)
     if norm is None or norm.inputs is None:

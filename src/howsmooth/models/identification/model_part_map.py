@@ -39,7 +39,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Place:
-    """A point of a forward pass: the tokens that a module call takes as argument, or the tokens that it
+    """A point of a forward pass: the tokens that a module call takes as an argument, or those that it
     returns.
 
     The call is the one with the number ``call`` among the calls of the module, counted from 0. The tokens
@@ -118,9 +118,7 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """A part of the forward pass of a model: its first point, its last point, and the kind of output that is
-    read at the last point.
-    """
+    """A part of a forward pass, from its first to its last point, with the kind of output read at its end."""
 
     start: Place
     end: Place
@@ -131,8 +129,8 @@ class Passage:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of all tensors in the output of a module, because the model may change them in place
-    later.
+    """Return a module's output with copies of all its tensors, because the model may later change them in
+    place.
     """
     return tree_map_only(Tensor, Tensor.clone, value)
 
@@ -143,9 +141,7 @@ def rows(tokens: Tensor) -> Tensor:
 
 
 def observed(model: nn.Module, place: Place, see: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Return a context manager that calls the function ``see`` with the tensor at a given point of the
-    forward pass.
-    """
+    """Return a context manager that calls ``see`` with the value at a given point of the forward pass."""
 
     def starts(call: Call) -> None:
         if place.side == "input" and call.number == place.call:
@@ -161,8 +157,8 @@ def observed(model: nn.Module, place: Place, see: Callable[[Any], None]) -> Abst
 def replaced(
     model: nn.Module, place: Place, x: Tensor | Callable[[Tensor], Tensor]
 ) -> AbstractContextManager[None]:
-    """Return a context manager that replaces the tokens at a point of one forward pass by ``x`` (n, d), or by
-    what the function ``x`` makes of them.
+    """Return a context manager that replaces the tokens at a point of a forward pass. The new tokens are
+    ``x`` (n, d) or, if ``x`` is a function, its value at the old tokens.
     """
 
     def swapped(old: Any, where: Any) -> Any:
@@ -183,7 +179,7 @@ def replaced(
 
 
 def _answered(model: nn.Module, path: str, outputs: Sequence[Any]) -> AbstractContextManager[None]:
-    """Return a context manager in which the first calls of a module return given outputs and do not run."""
+    """Return a context manager in which the first calls of a module return ``outputs`` instead of running."""
 
     def starts(call: Call) -> None:
         if call.number < len(outputs):
@@ -200,8 +196,8 @@ def frozen_copy(
     idle: Collection[str] = (),
     attention: str | None = None,
 ) -> nn.Module:
-    """Return a copy of a model in evaluation mode, whose weights are converted to the given dtype and device
-    and require no gradients.
+    """Return a copy of a model in evaluation mode. Its weights have the given dtype and device, and require
+    no gradients.
 
     The weights of the ``idle`` modules are neither copied nor converted. ``attention`` is the copy's
     attention implementation; None keeps that of the model.
@@ -230,7 +226,7 @@ def frozen_copy(
 
 @dataclass(frozen=True, eq=False)
 class ModelPart:
-    """A part of a model as a map of tokens, with a copy of the model and its other inputs for a sequence."""
+    """A part of a model as a function of tokens, with a copy of the model and its inputs for one sequence."""
 
     model: nn.Module  # from :func:`frozen_copy`
     inputs: Mapping[str, Any]  # by name
@@ -238,11 +234,11 @@ class ModelPart:
     x: Tensor  # tokens (n, d) of the captured forward pass
 
     def describe(self) -> str:
-        """Return a phrase that says which part of which model this is."""
+        """Return a phrase that names the model and the part."""
         return f"{type(self.model).__name__} {self.passage.words}"
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> ModelPart:
-        """Return the same part with weights in another dtype or on another device."""
+        """Return the same part of the model with weights in another dtype or on another device."""
         dtype, device = dtype or self.x.dtype, torch.device(device or self.x.device)
 
         def moved(value: Any) -> Any:
@@ -293,8 +289,8 @@ class ModelMap(ModuleMap):
         return ModelMap(replace(self.own, passage=replace(self.own.passage, output=output)))
 
     def readout(self) -> tuple[ModelMap, Float[Tensor, "d_out width"]] | None:
-        """Return the map up to the input of the model's output layer, and the weights of that linear layer,
-        if the map's outputs are logits that the output layer returns.
+        """Return the map up to the input of the model's output layer, and the weights of this linear layer.
+        Return None if the map's outputs are not the logits that the output layer returns.
 
         The result is None for other outputs, and where something follows that layer, such as a soft cap.
         """

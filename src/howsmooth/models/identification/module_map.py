@@ -17,20 +17,20 @@ __all__ = ["ModuleMap", "Part"]
 
 
 class Part(Protocol):
-    """Code of a model with weights of its own, as a function of the tokens of one sequence."""
+    """Code of a model and a copy of its weights, as a function of the tokens of one sequence."""
 
     @property
     def x(self) -> Tensor:
-        """The tokens (n, d) of the forward pass; all others have their shape, dtype and device."""
+        """The captured tokens (n, d). Other tokens must have the same shape, dtype and device."""
 
     def run(self, x: Tensor) -> Tensor:
         """Run the part on tokens (n, d), and return its output (n_out, d_out)."""
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Part:
-        """Return a copy in another dtype or on another device."""
+        """Return a copy of the part in another dtype or on another device."""
 
     def describe(self) -> str:
-        """Return a phrase for messages and reports."""
+        """Return a phrase that describes the part, for messages and reports."""
 
 
 class ModuleMap(TokenMap):
@@ -41,7 +41,7 @@ class ModuleMap(TokenMap):
 
     @property
     def n(self) -> int:
-        """The number of tokens of the captured forward pass, which determines positions and masks."""
+        """Number of tokens in the captured forward pass. It fixes the positions and masks of the map."""
         return self.part.x.shape[0]
 
     @property

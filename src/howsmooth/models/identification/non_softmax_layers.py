@@ -32,7 +32,7 @@ _MEMBER = re.compile(r"(^|\.)\d+$")
 
 @dataclass(frozen=True)
 class NonSoftmaxLayer:
-    """A layer of a model that mixes tokens without a softmax, with its path, class and position."""
+    """A layer of a model that mixes tokens without a softmax."""
 
     name: str  # path in the model
     module: str  # name of the class
@@ -41,7 +41,7 @@ class NonSoftmaxLayer:
 
 @dataclass(eq=False)
 class _Running:
-    """A layer whose call has not ended yet, with a flag for whether softmax attention has run in it."""
+    """A layer that is still running, and whether softmax attention has run inside it so far."""
 
     call: Call
     first: int  # how many candidates there were when its call began
@@ -50,8 +50,8 @@ class _Running:
 
 
 class NonSoftmaxTracer:
-    """A watcher that collects the layers (members of module lists) in which no softmax attention runs, and
-    copies the tokens of at most ``most`` of them.
+    """A watcher that collects the layers (members of module lists) in which no softmax attention runs. It
+    keeps the tokens of at most ``most`` layers.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -66,14 +66,14 @@ class NonSoftmaxTracer:
         return watched(numbered, self._starts, self._ends)
 
     def on_layer(self, layer: AttentionLayer) -> None:
-        """Record that softmax attention has run inside every module whose call has not ended yet."""
+        """Note for each running module that softmax attention has run inside it."""
         self._attention += 1
         for running in self._running:
             running.has_softmax = True
             running.is_attention_layer |= running.call.name == layer.root_name
 
     def find(self, batch: int) -> Iterator[NonSoftmaxLayer]:
-        """Run each collected layer alone, and yield those that mix tokens; one that raises is skipped."""
+        """Run each collected layer alone, and yield those that mix tokens. Skip layers that raise errors."""
         for call, after in self._candidates:
             x = call.inputs
             try:

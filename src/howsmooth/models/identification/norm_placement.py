@@ -1,4 +1,4 @@
-"""Determination of where a traced layer has its residual connection and its norm layers around the attention.
+"""Search for the residual connection and the norm layers around the attention of a traced layer.
 
 Let X be the input of the attention, A its output and H the input of the norm whose output is X. The sum of
 residual and attention is α∘B + λ∘C with B = H or X, and C = A or N₂(A) for a norm N₂ with input A. It is
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class ValueLocation:
-    """The place of a tensor in a layer: the input or the output of a module that runs after the attention.
+    """Where a tensor is found in a layer: the input or the output of a module that runs after the attention.
 
     ``side`` is ``"input"`` for the module's first tensor argument and ``"output"`` for the first tensor of
     its output. If ``less`` is a module, the output of its first call is subtracted: a layer that adds two
@@ -63,7 +63,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class _Factors:
-    """The factors, (d,) or (), of residual and branch in their sum; None stands for 1."""
+    """The factors α and λ, (d,) or (), of a residual connection α∘X + λ∘f(X). None stands for 1."""
 
     base: Tensor | None = None
     branch: Tensor | None = None
@@ -92,7 +92,7 @@ _PLAIN = _Factors()
 
 @dataclass(frozen=True, eq=False)
 class _Target:
-    """A tensor of a traced layer that may be the sum of a residual and a branch."""
+    """A tensor of a traced layer that may be the result X + f(X) of a residual connection."""
 
     value: Tensor
     reading: ValueLocation
@@ -102,7 +102,7 @@ class _Target:
 
 @dataclass(frozen=True, eq=False)
 class _Sum:
-    """A target that is the weighted sum of a residual and a branch."""
+    """A tensor of a traced layer that is the result α∘X + λ∘f(X) of a residual connection."""
 
     target: _Target
     total: _Factors
@@ -131,13 +131,13 @@ def read_block(trace: LayerTrace, attention: TokenMap, output: ModuleCall) -> Bl
 
 
 def has_residual(trace: LayerTrace, output: ModuleCall) -> bool:
-    """Return True if a layer adds the output of a module to X or H, with or without factors."""
+    """Return True if a layer adds a module's output to the input of the attention or of its norm."""
     return any(True for _ in _residual_sums(trace, output))
 
 
 def adds_up_with_a_residual(trace: LayerTrace, output: ModuleCall) -> bool:
-    """Return True if a layer adds the output of a module, as it is or after a norm, to any tensor of
-    the layer that was there before.
+    """Return True if a layer adds a module's output, as it is or after a norm, to an earlier tensor of the
+    layer.
     """
     if output.output is None:
         return False
@@ -153,7 +153,7 @@ def adds_up_with_a_residual(trace: LayerTrace, output: ModuleCall) -> bool:
 def _arranged(
     trace: LayerTrace, attention: TokenMap, found: _Sum, later: list[ModuleCall], before: _Before
 ) -> Block:
-    """Return the attention half of a layer as a map, given its sum of residual and attention."""
+    """Return the attention half of a layer as a map, given where the layer adds attention and residual."""
     target, total, n2, pre = found.target, found.total, found.branch_norm, before.norm
     branch = attention if n2 is None else Compose(_known_norm(n2), attention)
     following = target.call if target.call is not None and is_norm(target.call.module) else None
@@ -183,8 +183,8 @@ def _arranged(
 def _residual_side(
     trace: LayerTrace, following: ModuleCall, later: list[ModuleCall]
 ) -> Literal["input", "output"] | None:
-    """Determine whether the next residual connection of a layer (around its MLP) starts before or after the
-    norm layer that follows the attention; None if neither is found.
+    """Say whether the residual connection around the MLP starts at the input or at the output of the norm
+    that follows the attention. Return None if no such connection is found.
 
     "output" means a post-norm layer, and "input" a pre-norm layer that lacks its first norm, such as the
     first layer of ModernBERT: in both, X + A is the input of the next norm.
@@ -246,8 +246,8 @@ def _residual_sums(trace: LayerTrace, output: ModuleCall) -> Iterator[_Sum]:
 def _sums(
     trace: LayerTrace, later: list[ModuleCall], branch: Tensor, bases: list[Tensor], *, scaled: bool
 ) -> Iterator[_Sum]:
-    """Yield the tensors of a layer that are the sum of a residual (one of ``bases``) and of the branch, as it
-    is or after a norm; weighted sums come last.
+    """Yield the tensors of a layer that equal a residual (one of ``bases``) plus the attention output
+    ``branch``, or plus a norm of it. Weighted sums come last.
     """
     targets = list(_targets(trace, later, branch))
     branches: list[tuple[Tensor, ModuleCall | None]] = [(branch, None)]
@@ -284,7 +284,7 @@ def _targets(trace: LayerTrace, later: list[ModuleCall], branch: Tensor) -> Iter
 
 
 def _is_sum(target: _Target, base: Tensor, branch: Tensor, total: _Factors = _PLAIN) -> bool:
-    """Return True if a tensor equals residual + branch up to rounding and is not the residual alone."""
+    """Return True if a tensor equals residual + branch, but differs from the residual, up to rounding."""
     terms = [base if total.base is None else total.base * base]
     if target.less is not None:
         terms.append(target.less)
@@ -301,7 +301,7 @@ def _adds_up(terms: list[Tensor], value: Tensor) -> bool:
 
 
 def _scaled_sum(trace: LayerTrace, target: _Target, base: Tensor, branch: Tensor) -> _Factors | None:
-    """Return factors α, λ for which a tensor equals α·residual + λ·branch, or None if there are none.
+    """Return factors α and λ such that a tensor equals α·residual + λ·branch. Return None if there are none.
 
     One factor is a parameter of the layer and the other equals 1, or both are numbers.
     """
@@ -316,7 +316,7 @@ def _scaled_sum(trace: LayerTrace, target: _Target, base: Tensor, branch: Tensor
 
 
 def _two_numbers(root: nn.Module, target: _Target, base: Tensor, branch: Tensor) -> _Factors | None:
-    """Return numbers α, λ that are not both 1, for which a tensor equals α·residual + λ·branch, or None."""
+    """Return two numbers α and λ, not both 1, with α·residual + λ·branch equal to a tensor, else None."""
     terms = torch.stack([base.double().flatten(), branch.double().flatten()], dim=1)
     wanted = target.value.double().flatten()
     if terms.shape[0] < 8:  # too few entries to confirm a fit of two numbers
@@ -347,7 +347,7 @@ def _two_numbers(root: nn.Module, target: _Target, base: Tensor, branch: Tensor)
 
 
 def _like(tokens: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return tokens in the shape of ``x``, since a model may flatten them, or None if they do not fit."""
+    """Reshape tokens, which a model may flatten, to the shape of ``x``. Return None if that is impossible."""
     if tokens is None or tokens.shape == x.shape:
         return tokens
     fits = tokens.ndim > 0 and tokens.shape[-1] == x.shape[-1] and tokens.numel() == x.numel()
@@ -355,7 +355,7 @@ def _like(tokens: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def _same(a: Tensor | None, b: Tensor) -> bool:
-    """Return True if two tensors contain bitwise equal tokens."""
+    """Return True if two tensors hold the same tokens, bit for bit."""
     tokens = _like(a, b)
     return tokens is not None and torch.equal(tokens, b)
 
@@ -364,7 +364,7 @@ def _same(a: Tensor | None, b: Tensor) -> bool:
 
 
 class _Before(NamedTuple):
-    """The tokens X, with the norm that computes them and its input H, if there is one."""
+    """The tokens X of the attention and, if a norm returns them, this norm and its input H."""
 
     x: Tensor
     norm: ModuleCall | None = None
@@ -391,7 +391,7 @@ def _before(trace: LayerTrace) -> _Before:
 
 
 def later_calls(trace: LayerTrace, output: ModuleCall) -> list[ModuleCall]:
-    """Return all module calls in the trace of a layer that ended later than a given call."""
+    """Return the module calls of a layer that ended after the call ``output``, in order."""
     index = next((i for i, c in enumerate(trace.after) if c is output or c.module is output.module), -1)
     return trace.after[index + 1 :]
 
@@ -408,13 +408,13 @@ def _known_norm(call: ModuleCall) -> LayerNorm | RMSNorm:
 
 
 def token_norm(trace: LayerTrace) -> LayerNorm | RMSNorm | None:
-    """Return the norm whose output is the input X of the attention as a map, or None if it is unknown."""
+    """Return the norm whose output is the input X of the attention, as a map, or None if it is unknown."""
     call = trace.last_norm
     return norm_map(call) if call is not None and _same(call.output, trace.x) else None
 
 
 def norm_map(call: ModuleCall) -> LayerNorm | RMSNorm | None:
-    """Return the LayerNorm or RMSNorm that reproduces the output of a module call, or None if none does."""
+    """Return a LayerNorm or RMSNorm that reproduces the output of a module call, or None if neither does."""
     module, x, y = call.module, call.inputs, call.output
     if x is None or y is None or y.shape != x.shape:
         return None

@@ -1,4 +1,4 @@
-"""Detection of the module call that returns the attention output of a layer, and of its output projection.
+"""Search for the module call that returns the attention output of a layer, and for the output projection.
 
 The attention output is what the attention module returns. If the module returns the heads alone, it is what
 the next module makes of them; if it returns a sum with its own input, it is the output of the module that is
@@ -46,9 +46,9 @@ class AttentionOutput:
 
 
 def find_output(trace: LayerTrace, self_attention: SelfAttentionModule) -> AttentionOutput:
-    """Find the module call that returns the attention output of a layer, and the call of the output
-    projection. Raise CaptureError if no projection is found, and the attention module returns no tokens or
-    adds its input to the attention.
+    """Find the module calls of a layer that return the attention output and the output projection. Raise
+    CaptureError if there is no projection and the attention module's own output cannot stand for the
+    attention.
     """
     module = self_attention.replay.module
     own = next((c for c in trace.after if c.module is module and c.output is not None), None)
@@ -81,8 +81,8 @@ def find_output(trace: LayerTrace, self_attention: SelfAttentionModule) -> Atten
 
 
 def _what_lies_between(trace: LayerTrace, call: ModuleCall, *, outside: bool) -> str:
-    """Return "" if a layer adds the output of a module to its residual as it is, else an error message that
-    says what lies between.
+    """Return "" if a layer adds a module's output unchanged to the residual. Otherwise return an error
+    message that names what lies between.
     """
     around = (c for c in trace.after if c is not call and _holds(c.module, trace.layer.module))
     returned = any(_alike(t, call.output) for t in (trace.output, *(c.output for c in around)))
@@ -99,7 +99,7 @@ def _what_lies_between(trace: LayerTrace, call: ModuleCall, *, outside: bool) ->
 
 
 def _by_token(call: ModuleCall) -> bool:
-    """Return True if a module gives its recorded output again when its input has the shape (1, n, d)."""
+    """Return True if a module acts on each token alone: it repeats its output for input shaped (1, n, d)."""
     if call.inputs is None or call.output is None:
         return False
     again, own = (t.flatten() for t in (first_tensor(call.module(call.inputs)), call.output))
@@ -107,7 +107,7 @@ def _by_token(call: ModuleCall) -> bool:
 
 
 def heads_of(trace: LayerTrace) -> Tensor | None:
-    """Return the concatenated heads (n, heads * dim), or None if attention acts in windows of tokens."""
+    """Return the heads' outputs, concatenated to (n, heads * dim), or None if attention acts in windows."""
     heads = output_of(trace.softmaxes[0])
     if heads.ndim < 3 or heads.shape[:-3].numel() != 1:
         return None
@@ -115,7 +115,7 @@ def heads_of(trace: LayerTrace) -> Tensor | None:
 
 
 def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
-    """Return True if ``tokens``, and nothing else, were the input of a called module with a weight matrix."""
+    """Return True if the called module has a weight matrix, and ``tokens`` were its only input."""
     matrix = is_linear(call.module) or (call.alone and any(p.ndim > 1 for p in call.module.parameters()))
     if not matrix or call.inputs is None or tokens is None:
         return False
@@ -123,7 +123,7 @@ def is_given(call: ModuleCall, tokens: Tensor | None) -> bool:
 
 
 def _gives_out_heads(trace: LayerTrace, own: ModuleCall) -> bool:
-    """Return True if the attention module returns the entries of its heads unchanged, in any order."""
+    """Return True if the entries of the attention module's output are those of its heads, in any order."""
     heads, output = output_of(trace.softmaxes[-1]).flatten(), own.output
     if output is None or output.numel() != heads.numel() or len(trace.softmaxes) > 1:
         return False
@@ -131,12 +131,12 @@ def _gives_out_heads(trace: LayerTrace, own: ModuleCall) -> bool:
 
 
 def _outermost(trace: LayerTrace, call: ModuleCall) -> ModuleCall:
-    """Return the call of the outermost module that wraps a called module and receives the same input."""
+    """Return the call of the outermost module that contains the called module and has the same input."""
     return [c for c in trace.after if _holds(c.module, call.module) and is_given(c, call.inputs)][-1]
 
 
 def _projection(trace: LayerTrace) -> tuple[ModuleCall | None, str]:
-    """Return the call of the output projection of a layer and "", or None and why it was not found."""
+    """Return the call of the output projection and "". If there is none, return None and the reason."""
     unclear = f"The output projection of {trace.layer} cannot be identified:"
     if len(trace.softmaxes) > 1:
         return None, f"{unclear} it has {len(trace.softmaxes)} softmaxes."
@@ -177,8 +177,8 @@ def _is_the_branch(trace: LayerTrace, self_attention: SelfAttentionModule, own: 
 
 
 def _adds_its_input(self_attention: SelfAttentionModule) -> bool:
-    """Return True if the output of the attention module depends on the tokens even if all of its softmaxes
-    return zero.
+    """Return True if the output of the attention module depends on the tokens even when its softmaxes return
+    0.
     """
 
     def silent(softmax: SoftmaxCall) -> Tensor:

@@ -1,4 +1,4 @@
-"""Determination of the queries, keys and values of a softmax as linear maps of the tokens X of its layer."""
+"""Search for the linear maps that compute queries, keys and values from the tokens X of a layer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Projections(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """The concatenated outputs of all linear modules that are given the tokens X, with their parameters."""
+    """The outputs of all linear modules with input X, side by side, and the parameters of these modules."""
 
     values: Float[Tensor, "n columns"]
     weights: Float[Tensor, "columns d"]
@@ -169,7 +169,7 @@ def _linear_outputs(trace: LayerTrace) -> _Outputs:
 def _changed(
     trace: LayerTrace, query: Tensor, key: Tensor, value: Projection, outputs: _Outputs
 ) -> Projections | None:
-    """Find linear projections that a norm, a rotation or a scale turns into the queries and keys."""
+    """Find linear projections that become the queries and keys through a norm, a rotation or a scale."""
     norms = [norm for call in trace.inside if is_norm(call.module) and (norm := norm_map(call)) is not None]
     widths = [t.shape[1] * t.shape[3] for t in (query, key)]
     # Candidates: slices at the start of each linear module, and after the queries or the queries and keys
@@ -210,7 +210,7 @@ def _between(trace: LayerTrace) -> str:
 def _columns(
     heads: Float[Tensor, "1 heads n dim"], outputs: Float[Tensor, "n columns"], rotary: Rotary | None
 ) -> Int64[Tensor, " wanted"] | None:
-    """Find which columns of ``outputs`` are the queries, keys or values, rotary positions undone."""
+    """Find the columns of ``outputs`` that are the queries, keys or values before any rotary positions."""
     if rotary is None:
         return matching_columns(_flat(heads), outputs, 0.0)
     # The rotation is inverted to find the columns. They are confirmed by rotating them as the model does.
@@ -231,7 +231,8 @@ def _flat(heads: Float[Tensor, "1 heads n dim"]) -> Float[Tensor, "n columns"]:
 def matching_columns(
     wanted: Float[Tensor, "n wanted"], outputs: Float[Tensor, "n columns"], tol: float
 ) -> Int64[Tensor, " wanted"] | None:
-    """Return for every column of ``wanted`` the index of an equal column of ``outputs``, or None.
+    """Return the index of an equal column of ``outputs`` for each column of ``wanted``. Return None if one is
+    missing.
 
     A contiguous slice is tried first. Fused projections may interleave queries, keys and values head by head:
     then each column is searched by itself. If several columns are equal to it, the column next to the
@@ -262,7 +263,7 @@ def matching_columns(
 
 
 def _rotary(trace: LayerTrace, query: Tensor) -> Rotary | None:
-    """Read the tables cos and sin of half-split rotary positions from a layer's ``position_embeddings``."""
+    """Read the cosines and sines of half-split rotary positions from the layer's ``position_embeddings``."""
     tables = trace.arguments.get("position_embeddings")
     if not isinstance(tables, Sequence) or len(tables) != 2:
         return None

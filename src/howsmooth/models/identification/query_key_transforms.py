@@ -27,7 +27,7 @@ _LOOSE = tolerance(lowest_epsilon(torch.float32))
 
 @dataclass(frozen=True, eq=False)
 class ProjectionReading:
-    """Columns of the outputs of linear modules that may be the queries or keys before rotary positions."""
+    """Columns of linear modules' outputs that may be the queries or keys before rotary positions."""
 
     columns: Int64[Tensor, " wanted"]
     norm: Norm | None  # the norm of each head, or of all heads as one vector, after the projection
@@ -38,7 +38,7 @@ class ProjectionReading:
 
 @dataclass(frozen=True, eq=False)
 class FittedRotary:
-    """The rotation that maps the linear projections of tokens to the queries and keys of the softmax."""
+    """The rotation that turns linear projections of the tokens into the queries and keys of the softmax."""
 
     rotary: Rotary | None  # None if nothing is rotated
     #: The order of the entries of a head in which rotated pairs are half the width apart.
@@ -52,8 +52,8 @@ def projection_readings(
     slices: Sequence[Int64[Tensor, " wanted"]],
     norms: Sequence[Norm],
 ) -> Iterator[ProjectionReading]:
-    """Yield which of the ``slices`` of the outputs of linear maps may be the queries (or keys) before rotary
-    positions, with one of ``norms`` or without.
+    """Yield those ``slices`` of the outputs of linear maps that may be the queries (or keys) before rotary
+    positions, each with one of the ``norms`` or with none.
 
     Rotations preserve lengths. So the columns are yielded only if, up to one common factor, their vectors
     have the lengths of the queries (or keys) ``given`` to the softmax.
@@ -74,13 +74,13 @@ def projection_readings(
 
 
 def _usual(factor: float, dim: int) -> float:
-    """Return the usual scale of queries or keys near a measured factor, or the factor itself."""
+    """Return a usual scale of queries or keys that is close to a measured factor, else the factor itself."""
     usual = (dim**power for power in (0.0, -0.5, -0.25, 0.25, 0.5))
     return next((u for u in usual if abs(factor - u) <= _LOOSE * u), factor)
 
 
 def fit_rotary(query: ProjectionReading, key: ProjectionReading) -> FittedRotary | None:
-    """Return the rotation that maps the projections to the queries and keys, or None if there is none."""
+    """Return the rotation that turns the projections into the queries and keys, or None if there is none."""
     dim = query.base.shape[-1]
     # Rotary tables may hold a factor of their own (YaRN), in float32 in a float64 model. It is measured with
     # other errors in the queries than in the keys, and only their quotient must be exact: the fitted rotation
@@ -128,7 +128,7 @@ def _rotary(
 
 
 def reordered(norm: Norm | None, order: Int64[Tensor, " dim"]) -> Norm | None:
-    """Return a norm layer with the entries of its weight and bias in another order in each head."""
+    """Return a norm layer whose weight and bias have their entries in another order within each head."""
     if norm is None:
         return None
     starts = torch.arange(0, norm.d, len(order), device=order.device)  # of each head, if it is over all

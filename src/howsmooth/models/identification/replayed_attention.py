@@ -1,4 +1,4 @@
-"""An attention module of a model as a map of tokens, in which given functions may replace the softmaxes.
+"""An attention module of a model as a map of tokens. Its softmaxes can be replaced by other functions.
 
 The module is copied with the arguments that the model gave it for one sequence, so that later training does
 not change the copy, and a conversion of the copy does not change the model.
@@ -31,7 +31,7 @@ __all__ = ["CopiedModule", "ReplayedAttention", "Tail"]
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """A description of which tensor in a run of an attention module is the attention output.
+    """Says which tensor in a run of an attention module is the attention output.
 
     It is what the attention module returns, or the output (or input) of a module inside it, or the output of
     a projection outside it whose input is what the attention module returns.
@@ -43,12 +43,12 @@ class Tail:
     width: int | None = None  # heads * value_dim, if the module returns the heads on a separate axis
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Tail:
-        """Return the same description with a converted copy of the projection, if there is one."""
+        """Return a copy of this description with the projection in another dtype or on another device."""
         projection = copy.deepcopy(self.projection)
         return replace(self, projection=None if projection is None else projection.to(device, dtype))
 
     def applied(self, returned: Tensor) -> Tensor:
-        """Return the attention output for one sequence, given what the attention module returned."""
+        """Return the attention output of one sequence, given the output of the attention module."""
         heads = returned if self.width is None else returned.reshape(-1, self.width)
         if self.projection is None:
             return heads
@@ -74,12 +74,12 @@ class CopiedModule:
         return self.call.tokens()[0]
 
     def describe(self) -> str:
-        """Return a phrase for messages and reports."""
+        """Return a phrase that describes the module, for messages and reports."""
         return f"the model's own {type(self.call.module).__name__}"
 
     @classmethod
     def of(cls, call: ModuleReplay, tail: Tail, implementation: str | None) -> CopiedModule:
-        """Copy the module of a recorded call; the parameters of the copy require no gradients."""
+        """Copy the module of a recorded call. The parameters of the copy require no gradients."""
         module = copy.deepcopy(call.module, dict(detached(call.module))).requires_grad_(requires_grad=False)
         return cls(call.on(module, call.x.dtype, call.x.device), tail, implementation)
 
@@ -136,7 +136,7 @@ class CopiedModule:
 
 
 class ReplayedAttention(ModuleMap):
-    """The map of an attention module of a model that has no closed form.
+    """The map of an attention module for which no closed form is known.
 
     ``inner`` is the map up to the concatenated heads, before the output projection, or None if it is unknown.
     """
@@ -167,11 +167,11 @@ class ReplayedAttention(ModuleMap):
         return other
 
     def without_output(self) -> ReplayedAttention:
-        """Return the map from the tokens to the concatenated heads. Raise CaptureError if it is unknown."""
+        """Return the map to the concatenated heads. Raise CaptureError if the heads were not found."""
         if self.inner is None:
             raise CaptureError("Its heads before the output projection were not found in the module.")
         return self.inner
 
     def head(self, h: int) -> TokenMap:
-        """Raise CaptureError, because the single heads of the copied module are not known."""
+        """Raise CaptureError, because the heads of a copied module are not known one by one."""
         raise CaptureError("Its single heads are unknown; choose the scope 'heads' or a wider one.")

@@ -38,19 +38,19 @@ _WITHIN = 0.9
 
 
 class CrossAttention(CaptureError):  # noqa: N818 - says what was found
-    """The exception for a layer whose queries and keys come from different tokens."""
+    """The error for a layer whose queries and keys come from different tokens."""
 
 
 class _Stateful(CaptureError):  # noqa: N818 - says what was found
-    """The exception for a layer whose output is no function of its tokens: it draws something at random, or
-    reads its keys or values from a tensor that it keeps.
+    """The error for a layer whose output is not determined by its tokens: it draws random numbers, or it
+    reads its keys or values from a tensor that it stores.
     """
 
 
 @dataclass(frozen=True, eq=False)
 class SelfAttentionModule:
-    """A module around the softmaxes of a layer, with a recorded call that can be repeated with other tokens
-    in place of one of its arguments.
+    """A module that contains the softmaxes of a layer, and a recorded call of this module. The call can be
+    repeated with other tokens in place of one argument.
     """
 
     layer: AttentionLayer
@@ -103,8 +103,9 @@ def find_self_attention(traced_layer: TracedLayer) -> SelfAttentionModule:
 
 
 def tried_arguments(traced_layer: TracedLayer, reasons: list[str]) -> Iterator[SelfAttentionModule]:
-    """Run the modules around the softmaxes of a layer, from the innermost, on each argument that may be their
-    tokens, and yield what the argument moves. Why others cannot be tried is added to ``reasons``.
+    """Run each module around a layer's softmaxes, the innermost first, with one argument changed at a time.
+    Yield each module with the operands of the softmaxes that changed. Add to ``reasons`` why an argument
+    cannot be tried.
     """
     layer = traced_layer.layer
     for call in reversed(traced_layer.calls):
@@ -139,7 +140,7 @@ def tried_arguments(traced_layer: TracedLayer, reasons: list[str]) -> Iterator[S
 
 
 def attention_run(call: ModuleReplay, x: Tensor, implementation: str | None) -> tuple[Any, list[SoftmaxCall]]:
-    """Repeat a module call with tokens ``x``; return what it gives and the softmaxes that it computes."""
+    """Repeat a module call with tokens ``x``. Return the output of the module and the softmaxes in it."""
     seen: list[SoftmaxCall] = []
     with intercept_softmaxes(call.module, seen.append, implementation=implementation):
         returned = call(x)
@@ -147,8 +148,8 @@ def attention_run(call: ModuleReplay, x: Tensor, implementation: str | None) -> 
 
 
 def _repeated(call: ModuleReplay, implementation: str) -> tuple[str | None, Any, list[SoftmaxCall]]:
-    """Call a module again with its own tokens. Return ``implementation``, or None if the module does not use
-    the attention interface of transformers; the module's output; and the softmaxes that it computed.
+    """Repeat a module call with its own tokens. Return three things: ``implementation``, or None if the
+    module does not use the attention interface of transformers; the output; and the softmaxes that ran.
     """
     returned, seen = attention_run(call, call.x, implementation)
     if any(softmax.kind == "interface" for softmax in seen):
@@ -160,7 +161,7 @@ def _repeated(call: ModuleReplay, implementation: str) -> tuple[str | None, Any,
 
 
 def _refuse_chosen_masks(traced_layer: TracedLayer, tried: SelfAttentionModule) -> None:
-    """Raise an error if the attention mask of a layer depends on the values of its tokens."""
+    """Raise CaptureError if the attention mask of a layer depends on the values of its tokens."""
     root, call = traced_layer.calls[0], tried.call
     given = [t for t in tree_leaves((root.args, root.kwargs)) if isinstance(t, Tensor)]
     made = [
@@ -201,7 +202,7 @@ def moved_tokens(x: Tensor, first: int = 0) -> Tensor:
 
 
 def _moved(a: SoftmaxCall, b: SoftmaxCall) -> set[str]:
-    """Return which operands ("queries", "keys" or "values") differ between two softmax calls.
+    """Return which operands ("queries", "keys" or "values") differ between two softmax attentions.
 
     If queries and keys could not be read, both count as different where the probabilities differ, or the
     outputs if the code has no probabilities.
@@ -229,7 +230,7 @@ def _refuse_randomness(
     softmaxes: list[SoftmaxCall],
     implementation: str | None,
 ) -> None:
-    """Raise _Stateful if a call that is repeated with its own tokens gives something else."""
+    """Raise _Stateful if a module gives another output when its call is repeated with the same tokens."""
     own = call.output
     try:
         same = own is not None and _alike(own, first_tensor(returned))
@@ -248,8 +249,8 @@ def _refuse_randomness(
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return True if two outputs agree up to the rounding of a GPU that sums in a different order in each
-    run. NaN, which is refused later, counts as zero.
+    """Return True if two outputs agree up to rounding, also on a GPU that adds in another order in each run.
+    NaN counts as zero here, and is refused later.
     """
     if a is None or b is None or a.shape != b.shape:
         return False
@@ -258,7 +259,7 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that a module keeps and that are no weights of it, by their names."""
+    """Return the tensors that a module stores besides its parameters, by name."""
     return {
         f"{path}.{name}".strip("."): tensor
         for path, part in module.named_modules()
@@ -268,14 +269,14 @@ def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def detached(module: nn.Module) -> dict[int, Tensor]:
-    """Return detached copies of the tensors that a module keeps, as a ``memo`` for ``copy.deepcopy``, which
-    refuses tensors with a graph.
+    """Return detached copies of the tensors that a module stores besides its parameters, as a ``memo`` for
+    ``copy.deepcopy``. Without it, deepcopy refuses tensors with a graph.
     """
     return {id(tensor): tensor.detach().clone() for tensor in kept_tensors(module).values()}
 
 
 def _refuse_cache(layer: AttentionLayer, owned: dict[str, Tensor], softmaxes: list[SoftmaxCall]) -> None:
-    """Raise an error if keys or values lie in a tensor that the module had before it computed them."""
+    """Raise an error if keys or values lie in a tensor that the module already stored before the call."""
     own = {tensor.untyped_storage().data_ptr(): name for name, tensor in owned.items()}
     operands = [t for softmax in softmaxes for t in (softmax.key, softmax.value) if t is not None]
     found = [own[p] for t in operands if (p := t.untyped_storage().data_ptr()) in own]
@@ -289,8 +290,8 @@ def _refuse_cache(layer: AttentionLayer, owned: dict[str, Tensor], softmaxes: li
 
 
 def obstacle_of(layer: AttentionLayer, before: list[SoftmaxCall], after: list[SoftmaxCall]) -> str:
-    """Compare the softmaxes of a layer in two runs on different tokens. Return a phrase that says why they
-    are not the same functions of their queries, keys and values in both runs, or "" if they are.
+    """Compare the softmaxes of a layer in two runs on different tokens. Return "" if both runs compute them
+    alike from queries, keys and values, else a phrase that says why not.
 
     Raises
     ------
@@ -327,7 +328,7 @@ def _refuse_sparsity(layer: AttentionLayer, a: SoftmaxCall, b: SoftmaxCall) -> N
 
 @contextmanager
 def errors_of(layer: AttentionLayer) -> Iterator[None]:
-    """Turn the errors of a layer that is run by itself, where it may raise any, into CaptureError."""
+    """Return a context manager that turns errors of a layer's own code into CaptureErrors."""
     try:
         yield
     except HowsmoothError:

@@ -1,4 +1,4 @@
-"""Verification that a captured map reproduces the outputs of the original layer of the model.
+"""Verification that a captured map gives the same outputs as the model's own layer.
 
 The layer runs by itself on all sequences, with the user's attention implementation: first on the tokens of
 the forward pass, then on changed tokens. Changed tokens reject maps that fit by coincidence, and show whether
@@ -31,7 +31,7 @@ __all__ = ["OwnValues", "check_same_output", "own_values", "verify", "verify_blo
 
 @dataclass(frozen=True, eq=False)
 class OwnValues:
-    """The inputs and outputs of the original attention module of the model in one run, for all sequences."""
+    """The inputs and outputs of the model's own attention module in one run, for all sequences."""
 
     x: Float[Tensor, "batch n d"]
     heads: Tensor | None  # the concatenated heads, (batch, n, heads * value_dim); None if they are unknown
@@ -68,7 +68,7 @@ def own_values(call: ModuleReplay, output: AttentionOutput, x: Tensor) -> OwnVal
 
 
 def _attention_of(call: ModuleReplay, output: AttentionOutput, returned: Tensor) -> Tensor | None:
-    """Return the attention output for what the attention module returned, or None if that is more than it."""
+    """Compute the attention output from the module's output ``returned``. Return None if impossible."""
     if output.outside:
         width = 0 if output.call.inputs is None else output.call.inputs.shape[-1]
         return first_tensor(output.call.module(call.rows(returned).reshape(call.batch, -1, width)))
@@ -76,8 +76,8 @@ def _attention_of(call: ModuleReplay, output: AttentionOutput, returned: Tensor)
 
 
 def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: Candidate) -> None:
-    """Raise CaptureError unless a captured map agrees with the model, at the captured tokens and at others,
-    and, if it counts as causal, no later token changes an earlier output.
+    """Raise CaptureError unless a captured map agrees with the model, on the captured tokens and on others.
+    If the map is called causal, also check that later tokens never change earlier outputs.
     """
     layer, call = self_attention.layer, self_attention.replay
     x, half = call.tokens(), call.tokens().shape[1] // 2
@@ -108,7 +108,7 @@ def verify(self_attention: SelfAttentionModule, output: AttentionOutput, found: 
 
 
 def _compare_attention(layer: AttentionLayer, found: Candidate, own: OwnValues, tol: float) -> None:
-    """Raise CaptureError unless the map, whose heads were checked, gives the attention output too."""
+    """Raise CaptureError unless map and model have the same attention output. Their heads agree already."""
     f, heads, attention = found.map, own.inner, own.attention
     if not isinstance(f, SelfAttention) or f.output is None:
         check_same_output(layer, "its attention", f(own.x), attention, tol)
@@ -156,8 +156,8 @@ def verify_block(
     layer: ModuleReplay,
     condition: float,
 ) -> Float[Tensor, "batch n d"]:
-    """Check that the map of the attention half of a layer agrees with the model, and return the input H of
-    this half in the forward pass.
+    """Check the map of a layer's attention half against the model. Return the input H of this half in the
+    forward pass.
 
     Raises
     ------
@@ -190,8 +190,9 @@ def verify_block(
 def _half_layer(
     attention: ModuleReplay, output: nn.Module, block: Block, at: ValueLocation, run: Callable[[], object]
 ) -> dict[str, Tensor]:
-    """Run a layer, and return copies of the input H of its attention half (``hidden``), of the tensor ``at``
-    which it ends (``value``), and of the branch to subtract from that (``less``), as far as they are reached.
+    """Run a layer, and return copies of tensors by name: the input H of its attention half (``hidden``), the
+    tensor that contains the output of this half (``value``), and what to subtract from it, if anything
+    (``less``).
     """
     pre, seen = block.pre_norm, dict[str, Tensor]()
     began = reached = False  # whether the attention has begun, and whether its output is there

@@ -1,4 +1,4 @@
-"""The built-in images, which are drawn by code without a download and are the same on every machine.
+"""The built-in images. They are drawn by code, need no download, and are the same on every machine.
 
 There are six kinds, each with structure that plain noise lacks: *gratings* (waves of one frequency and
 direction), *noise* with the spectrum of natural images (power falling as the square of the frequency, Field

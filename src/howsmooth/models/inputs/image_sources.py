@@ -1,4 +1,4 @@
-"""The reader of images for vision models, from files and folders, and the built-in images."""
+"""The images for vision models: read from files and folders, or built in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_STRETCHED = 100
 
 @dataclass(frozen=True, eq=False)
 class Images(Sequence[Image.Image]):
-    """A sequence of images in RGB with eight bits per channel, each read from its file when it is used."""
+    """A sequence of RGB images with eight bits per channel. Each is read from its file when it is used."""
 
     name: str  #: The name of the images in results.
     source: str  #: A phrase that says where they come from.

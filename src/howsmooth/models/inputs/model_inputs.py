@@ -1,6 +1,4 @@
-"""Checks of the inputs of a model. The checked inputs are returned as named arguments on the device of the
-model.
-"""
+"""Functions that check the inputs of a model, and return them as named arguments on its device."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ _FORM = frozenset({"output_attentions", "output_hidden_states", "return_dict"})
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ArgumentError unless the model runs its Python code and has weights in dtypes that are supported.
+    """Raise ArgumentError unless the model runs as Python code and its weights have supported dtypes.
 
     The weights are all float64, or a mixture of float32, bfloat16 and float16.
     """
@@ -59,7 +57,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_value(name: str, value: object) -> None:
-    """Raise ArgumentError unless the input ``name`` of a model is a tensor or a plain value, such as True."""
+    """Raise ArgumentError unless a model's input ``name`` is a tensor or a plain value, such as True."""
     if not isinstance(value, Tensor | bool | int | float | str | None):
         remedy = 'Call the tokenizer with return_tensors="pt".' if isinstance(value, list) else ""
         expected = "a tensor, a number, a word, True, False or None"
@@ -73,7 +71,7 @@ def in_dtype(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def takes_decoder_ids(model: nn.Module) -> bool:
-    """Return True if the model is a complete encoder-decoder, and not only an encoder or a decoder."""
+    """Return True if the model has both an encoder and a decoder."""
     whole = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     return whole and "decoder_input_ids" in inspect.signature(model.forward).parameters
 
@@ -90,7 +88,7 @@ def embedding_of(model: nn.Module) -> nn.Embedding | None:
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """Return the number of rows of the embedding table for token ids, or None if the model has no table."""
+    """Return the number of rows in the embedding table for token ids, or None if the model has no table."""
     table = embedding_of(model)
     return None if table is None else table.num_embeddings
 
@@ -109,7 +107,7 @@ def max_length(model: nn.Module) -> int | None:
 
 
 def model_inputs(model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> ModelCall:
-    """Check a model and its inputs, and return the inputs on the device of the model.
+    """Check a model and its inputs, and return both, with the inputs on the device of the model.
 
     Arguments by which transformers' models only return more, or in another form, are left out.
 
@@ -169,7 +167,7 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _named(model: nn.Module, inputs: object) -> dict[str, Any]:
-    """Return the inputs of a model as a dict by the names of the model's arguments.
+    """Return the inputs of a model as a dict with the names of the model's arguments.
 
     A tensor alone is passed as the model's main or first argument. None is left out where it is the default,
     or no argument of the model.

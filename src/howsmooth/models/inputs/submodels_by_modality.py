@@ -1,4 +1,4 @@
-"""The kind of input that a model takes, and the models (text, vision, audio) that it contains."""
+"""The kind of input (text, vision, audio) that a model takes, and the models of each kind inside it."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def token_width(model: nn.Module) -> int | None:
 
 
 def named_parts(model: nn.Module) -> dict[str, str]:
-    """Return the module paths of the outermost transformers models inside a model, each with its kind of
-    input.
-    """
+    """Return the paths of the outermost transformers models inside a model, each with its kind of input."""
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -54,7 +52,7 @@ def named_parts(model: nn.Module) -> dict[str, str]:
 
 
 def choose_part(model: nn.Module, part: str, name: str) -> tuple[str, nn.Module]:
-    """Return the path and the module of a part of a model with the name ``name``.
+    """Return the path of a part of a model, and the part itself. Messages call the model ``name``.
 
     ``part`` is ``text``, ``vision`` or ``audio``, if the model contains exactly one such model; or the path
     of a module in the model, such as ``encoder``.

@@ -1,4 +1,4 @@
-"""Short dummy inputs for a model, which are sufficient to observe what its layers compute."""
+"""Short dummy inputs for a model, which suffice to see what its layers compute."""
 
 from __future__ import annotations
 

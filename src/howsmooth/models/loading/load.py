@@ -50,7 +50,7 @@ __all__ = ["LoadedModel", "builtin_names", "image_inputs", "load_model", "prepar
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A loaded model whose layers can be captured, with its tokenizer and its provenance."""
+    """A loaded model whose layers can be captured, with its tokenizer and a record of where it comes from."""
 
     name: str  #: The name by which it was loaded.
     #: The model, or the chosen part of it, in evaluation mode and without gradients of its parameters.
@@ -79,8 +79,8 @@ class LoadedModel:
 
     @property
     def label(self) -> str:
-        """The name of the model for titles, with its variant, such as "gpt2 (random init)". If the model was
-        loaded from a folder, it is the name of the folder without its path.
+        """The name of the model for titles, with its variant, such as "gpt2 (random init)". For a model from
+        a folder, it is the folder's name without its path.
         """
         path = Path(self.name).expanduser()
         base = path.resolve().name if path.is_dir() else self.name
@@ -220,7 +220,7 @@ def load_model(
 def image_inputs(
     model: LoadedModel, images: object = "builtin", *, size: int | tuple[int, int] | None = None
 ) -> dict[str, Tensor]:
-    """Return the inputs of a vision model, or the vision part of one, for a sequence of images.
+    """Return model inputs made from a sequence of images, for a vision model or the vision part of a model.
 
     They are a dict with ``pixel_values`` (batch, channels, height, width) in the dtype of the model.
 
@@ -248,7 +248,7 @@ def image_inputs(
 
 
 def preparation_of(model: LoadedModel) -> ImagePreparation:
-    """Return the image processor of a model; raise ModelError if the model takes other inputs."""
+    """Return the image processor of a model. Raise ModelError if the model does not take images."""
     if not isinstance(model.preparation, ImagePreparation):
         raise ModelError(
             f"{model.name!r} ({type(model.model).__name__}) takes {MODALITIES[model.modality]}, not images. "
@@ -427,7 +427,7 @@ _GIVEN = {
 def _tokenizer(
     place: Location, random_init: bool, text: str | None, modality: str, vocabulary: int
 ) -> tuple[Tokenizer, str]:
-    """Return the tokenizer, and a phrase that says where it comes from."""
+    """Return the tokenizer of a model, and a phrase that says where the tokenizer comes from."""
     if modality != "text":
         obstacle = f"{place.name!r} takes no text ({modality})."
         if modality == "audio":

@@ -1,4 +1,4 @@
-"""The location of a model with a given name: in this package, in a folder or on the Hugging Face Hub."""
+"""Where a model with a given name is found: in this package, in a folder or on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Location", "find", "hub_reachable"]
 
 @dataclass(frozen=True)
 class Location:
-    """The location of the files of a model: a folder, the Hugging Face Hub, or none."""
+    """Where the files of a model are: in a folder, on the Hugging Face Hub, or nowhere."""
 
     name: str  #: The name that the user gave.
     #: A folder or a Hub id; None for the default configuration of the model type ``name``.
@@ -30,7 +30,7 @@ class Location:
     local_files_only: bool  #: Whether only files on this machine may be used.
 
     def file(self, name: str) -> Path | None:
-        """Return the path of a file of the model, downloaded if necessary, or None if it has no such file."""
+        """Return the path of a file of the model, downloaded if necessary, or None if it does not exist."""
         if self.location is None:
             return None
         with self.reading():
@@ -46,7 +46,7 @@ class Location:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Convert every error of transformers to a ModelError about this model."""
+        """Return a context manager that turns errors of transformers into ModelErrors about this model."""
         try:
             yield
         except HowsmoothError:
@@ -83,7 +83,7 @@ class Location:
 
 
 def find(name: str, *, random_init: bool) -> Location:
-    """Find the location of the files of a model by the name of the model. Whether the Hub has them is not
+    """Return the location of a model's files, given the model's name. Whether the Hub has them is not
     checked.
 
     Raises

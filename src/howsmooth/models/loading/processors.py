@@ -1,5 +1,5 @@
-"""Conversion of images to model inputs by the processor of the model from transformers, and of noise by the
-feature extractor of an audio model.
+"""Model inputs made from images by the model's own processor, and from noise by an audio model's feature
+extractor.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ImagePreparation:
     def prepared(
         self, images: Sequence[Image.Image], size: tuple[int, int] | None = None
     ) -> dict[str, Tensor]:
-        """Return what the processor makes of some Pillow images in RGB, as model inputs.
+        """Convert Pillow images in RGB to model inputs, with the image processor of the model.
 
         They are ``pixel_values`` (batch, channels, height, width) in float32, and
         ``interpolate_pos_encoding`` if the model must interpolate its positions. ``size`` is the height and
@@ -97,7 +97,7 @@ def _pixels(
 
 
 def _sized(processor: Any, height: int, width: int) -> dict[str, Any]:
-    """Return the options with which the processor resizes images to a given size."""
+    """Return the options that make an image processor resize images to a given height and width."""
     size = {"height": height, "width": width}
     if not processor.do_center_crop:
         return {"do_resize": True, "size": size}
@@ -156,7 +156,7 @@ def image_preparation(place: Location, config: Any, model: nn.Module) -> ImagePr
 def _processors(
     place: Location, configs: tuple[Any, Any], channels: int, *, has_files: bool
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the image processors to try, each with a description and a function that builds it."""
+    """Yield the image processors to try, each as a description and a function that builds the processor."""
     if has_files:
         options = {"local_files_only": place.local_files_only, "trust_remote_code": False}
         named = partial(AutoImageProcessor.from_pretrained, config=configs[0], backend="pil", **options)
@@ -176,8 +176,8 @@ def _processors(
 def _tried(
     processor: Any, channels: int, wanted: tuple[int, int] | None
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return the height and width to which an image processor brings all images, and the options that it must
-    be called with for this.
+    """Return the height and width to which an image processor resizes every image, and the options that it
+    needs for this.
 
     The size is ``wanted`` or, if that is None, the one that the processor gives to a square image.
     """
@@ -197,7 +197,7 @@ def _tried(
 
 
 def audio_sample(place: Location, config: Any, model: nn.Module) -> dict[str, Tensor] | None:
-    """Return what the feature extractor of an audio model makes of noise, as inputs of the model.
+    """Return inputs of an audio model that its feature extractor makes from noise.
 
     A model of raw samples gets a second of noise; another model gets the length for which it was made, or 10
     seconds if that is unknown. The settings of the extractor come from the model's files or, if there are
@@ -235,7 +235,7 @@ def _has_files(place: Location) -> bool:
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
-    """Return (height, width) from a number or a pair in a configuration, or None for any other value."""
+    """Return (height, width) for a number or a pair in a configuration, and None for any other value."""
     pair = [value, value] if isinstance(value, int) else value
     if isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(v, int) and v > 0 for v in pair):
         return pair[0], pair[1]

@@ -1,4 +1,4 @@
-"""Conversion of text to token ids, with the tokenizer of the model or a tokenizer trained on the text."""
+"""Conversion of text to token ids, by the model's own tokenizer or by one that is trained on the text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Tokenizer:
         return [int(i) for i in ids]
 
     def located(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of a text, and for each token the index of its first character in the text.
+        """Return the token ids of a text, and for each token the position of its first character in the text.
 
         The second list is empty if the tokenizer does not know these indices.
         """
@@ -59,7 +59,7 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids of the special tokens before a text and after it.
+        """The ids of the special tokens that are put before a text, and of those put after it.
 
         Raises
         ------
@@ -76,7 +76,7 @@ class Tokenizer:
 
     @property
     def serialized(self) -> str:
-        """A text that identifies the tokenizer in fingerprints; empty if there is none."""
+        """A text that identifies the tokenizer in fingerprints. It is empty if there is no tokenizer."""
         if self._backend is None:
             return ""
         if isinstance(self._backend, PreTrainedTokenizerFast):
@@ -85,7 +85,7 @@ class Tokenizer:
 
 
 def token_text(backend: Any, i: int) -> str:
-    """Return the text of one token id, with the leading space that SentencePiece removes when it decodes.
+    """Return the text of one token id, with the leading space that SentencePiece drops when it decodes.
 
     Bytes that are only a part of a character are written as in ``<0xE2>``. ``backend`` is a tokenizer of
     transformers, or any object with ``decode(ids)``.
@@ -102,7 +102,7 @@ def token_text(backend: Any, i: int) -> str:
 
 
 def own_tokenizer(name: str | os.PathLike[str], *, local_files_only: bool) -> Tokenizer | None:
-    """Return the tokenizer of a model, or None if there is none or it cannot encode plain text.
+    """Return the tokenizer of a model. Return None if there is none, or if it cannot encode plain text.
 
     transformers builds an *empty* tokenizer if it finds no vocabulary. So a tokenizer is accepted only if it
     encodes most of a plain sentence without the unknown token.
@@ -120,7 +120,7 @@ def own_tokenizer(name: str | os.PathLike[str], *, local_files_only: bool) -> To
 
 
 def trained_tokenizer(text: str, vocabulary: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer on a text, with the same result for the same text.
+    """Train a byte-level BPE tokenizer on a text. The same text gives the same tokenizer.
 
     It has at most ``vocabulary`` token ids, the number that the model knows, and at most 8000.
 

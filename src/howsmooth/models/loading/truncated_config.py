@@ -1,4 +1,4 @@
-"""Reduction of the number of layers in the configuration of a large model, keeping a layer of every kind."""
+"""Removal of layers from the configuration of a large model, so that a layer of every kind remains."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def count_weights(config: Any) -> int:
 
 
 def shorten(config: Any, most: int) -> str:
-    """Remove layers from a configuration in place if its model has more weights than ``most``. Return a
-    phrase that says what was changed; it is empty if nothing was.
+    """Remove layers from a configuration, in place, if its model has more than ``most`` weights. Return a
+    phrase that says what was changed, or "" if nothing was.
 
     The first layers of each stack are kept: at least two, and enough for every kind of layer that the
     configuration names. Whether the other layers are like them is not checked.

@@ -94,8 +94,8 @@ def intercept_softmaxes(
 
 @contextlib.contextmanager
 def _flex_is_replaced() -> Iterator[None]:
-    """Return a context manager in which ``flex_attention``, whose output is replaced before it is computed,
-    takes tensors that need gradients also on a processor, where it has none.
+    """Return a context manager that lets ``flex_attention`` be called on a CPU with tensors that need
+    gradients. This is safe because its output is replaced before it is computed.
     """
     own = flex_attention._validate_device
     flex_attention._validate_device = lambda query, key, value: None
@@ -115,7 +115,7 @@ def _interface_call(
     *,
     causal: bool,
 ) -> SoftmaxCall:
-    """Return the attention of a call of the interface; ``causal`` is the order in a call without a mask."""
+    """Describe a call of transformers' attention interface. ``causal`` counts only if there is no mask."""
     bias, cap = keywords.pop("position_bias", None), keywords.pop("softcap", None)
     sinks = [t for t in (keywords.pop("s_aux", None), keywords.pop("sinks", None)) if t is not None]
     obstacle = _obstacle(query, key, value, keywords)
@@ -136,7 +136,7 @@ def _interface_call(
 
 
 def _obstacle(query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> str:
-    """Return why the operands of a call of the interface are not known, or ""."""
+    """Return why a call of transformers' attention interface cannot be read, or "" if it can."""
     for name, given in keywords.items():
         plain = isinstance(given, bool | int | float | str | tuple | list | dict)
         if given is None or name in _WITHOUT_EFFECT or (plain and not given):  # switched off

@@ -1,4 +1,4 @@
-"""The one recorder of a running model: its softmax attentions, with the module calls that enclose them."""
+"""A recorder of a running model. It notes the softmax attentions and the module calls that enclose them."""
 
 from __future__ import annotations
 
@@ -36,16 +36,12 @@ _MOST = 1 << 28
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether the module is ``nn.Linear``, or the ``Conv1D`` of transformers, a linear map with
-    transposed weight.
-    """
+    """Return True if a module is ``nn.Linear``, or transformers' ``Conv1D``, whose weight is transposed."""
     return isinstance(module, nn.Linear | Conv1D)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether the module seems to be a norm layer over the last axis, judged by its class and its
-    weight.
-    """
+    """Return True if a module looks like a norm layer over the last axis, by its class and its weight."""
     weight = getattr(module, "weight", None)
     # A module with children is no norm: an attention module may have "norm" in its name.
     alone = "norm" in type(module).__name__.lower() and next(module.children(), None) is None
@@ -54,7 +50,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def output_of(softmax: SoftmaxCall) -> Tensor:
-    """Return the output of a softmax attention; raise CaptureError if it was not computed."""
+    """Return the output of a softmax attention. Raise CaptureError if it was not computed."""
     if softmax.output is None:
         raise CaptureError(f"A softmax was not computed: {softmax.obstacle or 'it was only looked at'}.")
     return softmax.output
@@ -62,7 +58,7 @@ def output_of(softmax: SoftmaxCall) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """An attention module of a model, with the whole Transformer layer that contains it (``root``)."""
+    """An attention module of a model, with the Transformer layer (``root``) that contains it."""
 
     index: int  # in the order of the forward pass
     name: str  # path of the attention module
@@ -77,7 +73,7 @@ class AttentionLayer:
 
 
 class Event(NamedTuple):
-    """The start or the end of a module call, or a softmax, with the tensors that it was given or has made."""
+    """The start or end of a module call, or a softmax attention, with the tensors that go in or come out."""
 
     kind: Literal["starts", "softmax", "ends"]
     what: Any  # the Call or the SoftmaxCall
@@ -85,7 +81,7 @@ class Event(NamedTuple):
     versions: list[int]  # PyTorch's version counters of the tensors
 
     def unchanged(self) -> bool:
-        """Return True if none of the tensors was changed in place later, as PyTorch's counters tell."""
+        """Return True if no tensor was changed in place after the event, by PyTorch's version counters."""
         return self.versions == list(map(_version, self.tensors))
 
 
@@ -114,13 +110,13 @@ class TracedLayer:
 
     @property
     def owners(self) -> list[nn.Module]:
-        """The modules whose weights determine the map of the layer, with the norms before it."""
+        """The modules whose weights determine the layer's map, and the norms before it."""
         norms = [call.last_norm.module for call in self.calls if call.last_norm is not None]
         return [self.layer.root, *(call.module for call in self.calls), *norms]
 
 
 def run_once(call: ModelCall) -> Any:
-    """Run the model once and return its output, or None if a watcher ended the run early.
+    """Run the model once, and return its output. Return None if a watcher ended the run early.
 
     A model with weights in half precision runs in float32.
 
@@ -152,8 +148,8 @@ def run_once(call: ModelCall) -> Any:
 
 
 def own_copies(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs of a model with copies of the floating-point tensors, which the model may change in
-    place. A tensor that is passed twice stays one tensor.
+    """Copy the floating-point inputs of a model, because the model may change them in place. A tensor that is
+    passed twice stays one tensor.
     """
     copies: dict[int, Tensor] = {}
     for value in inputs.values():
@@ -200,8 +196,8 @@ def trace_forward_pass(
 def run_with_attention(
     call: ModelCall, attend: Callable[[AttentionLayer, SoftmaxCall], Tensor | None]
 ) -> Any:
-    """Run the model once, and let the callback ``attend`` replace the outputs of softmax attentions. Return
-    the output of the model.
+    """Run the model once and return its output. The callback ``attend`` may replace the outputs of softmax
+    attentions.
 
     ``attend`` is called with each layer, counted as by :func:`trace_forward_pass`, and with each softmax
     attention of the layer. A tensor that ``attend`` returns replaces the output of this attention.
@@ -219,7 +215,7 @@ def run_with_attention(
 
 
 class Recorder:
-    """The attention layers that a run has reached so far, and the module calls that have not ended yet.
+    """The attention layers that a run has reached, and the module calls that are still running.
 
     The arguments are those of :func:`trace_forward_pass`. A ``whole`` run does not stop after the last wanted
     layer.
@@ -256,7 +252,7 @@ class Recorder:
             return run_once(self.call)
 
     def watching(self) -> Any:
-        """Return a context manager in which the calls of all modules of the model are seen."""
+        """Return a context manager in which this recorder observes the calls of all modules of the model."""
         return watched(dict(self.call.model.named_modules()), self._starts, self._ends)
 
     def _starts(self, call: Call) -> None:
@@ -344,7 +340,7 @@ class Recorder:
 
 
 def enclosing_layer(name: str) -> str:
-    """Return the path of the smallest Transformer layer that contains a module, or "" if there is none.
+    """Return the path of the smallest Transformer layer that contains a module. Return "" if none does.
 
     A layer is a numbered entry of a module list.
 
@@ -355,7 +351,7 @@ def enclosing_layer(name: str) -> str:
 
 
 def _causal(softmax: SoftmaxCall) -> bool:
-    """Return True if a softmax attention is causal, so that no query sees a later key.
+    """Return True if a softmax attention is causal: no query sees a later key.
 
     It is judged by the mask and, without a mask, by the probabilities.
     """

@@ -17,13 +17,11 @@ __all__ = ["Axes", "Axis", "Factor", "Operand", "Unreadable", "broadcast", "leav
 
 
 class Unreadable(Exception):  # noqa: N818
-    """The exception for a tensor that was not computed like the scores of a softmax attention; its message
-    says why.
-    """
+    """The error for a tensor that is not computed as attention scores are. Its message says why."""
 
 
 class Factor:
-    """A factor of the length of an axis; for example, the length heads · head_dim has the factors heads and
+    """A factor of an axis length. For example, the length heads · head_dim has the factors heads and
     head_dim.
 
     A split fills ``parts`` in place, so that every tensor whose axes contain the factor sees its parts.
@@ -41,9 +39,7 @@ Axes = tuple[Axis, ...]
 
 
 def leaves(axis: Axis) -> Axis:
-    """Return the smallest known factors of the length of an axis, without ones. Those that were split are
-    replaced by their parts.
-    """
+    """Return the factors of an axis length that have not been split further, without factors equal to 1."""
     found: list[Factor] = []
     for factor in axis:
         if factor.parts is not None:
@@ -60,22 +56,22 @@ def length(axis: Axis) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor with its axes; it may have the length one along an axis that is longer."""
+    """A tensor, and the axes to which it is broadcast: along each axis it has the full length or length 1."""
 
     tensor: Tensor
     axes: Axes
 
     def factors(self) -> list[Factor]:
-        """Return the factors along which the tensor varies."""
+        """Return the factors of the axes along which the tensor has a length greater than 1."""
         sizes = zip(self.axes, self.tensor.shape, strict=True)
         return [factor for axis, size in sizes if size > 1 for factor in leaves(axis)]
 
     def shares(self, axis: Axis) -> bool:
-        """Return whether the tensor varies along the given axis or a part of it."""
+        """Return True if the tensor varies along the axis or along a factor of it."""
         return not set(self.factors()).isdisjoint(leaves(axis))
 
     def arranged(self, target: Sequence[Axis]) -> Tensor:
-        """Permute and reshape the tensor such that it has the given axes.
+        """Permute and reshape the tensor so that it has the ``target`` axes.
 
         An axis has length one if the tensor has none of the target's factors; if it has only some of them,
         the tensor is repeated along the others. Unreadable is raised if a factor is in no target axis.
@@ -95,8 +91,8 @@ class Operand:
 
 
 def regroup(axes: Axes, shape: Sequence[int]) -> Axes:
-    """Return the axes of a tensor after a reshape; raise Unreadable if the old and the new lengths do not
-    divide one another.
+    """Return the axes of a tensor after a reshape. Raise Unreadable if the old and new lengths cannot be
+    split into common factors.
     """
     waiting = [factor for axis in axes for factor in leaves(axis)]
     result: list[Axis] = []
@@ -120,8 +116,8 @@ def regroup(axes: Axes, shape: Sequence[int]) -> Axes:
 
 
 def broadcast(axes: Axes, other: Tensor) -> tuple[Axes, Operand]:
-    """Broadcast a tensor of the given axes with another one. Return the axes of the result, and the other
-    tensor with its own axes among them.
+    """Broadcast a tensor of given axes with the tensor ``other``. Return the axes of the result, and
+    ``other`` as an Operand on these axes.
     """
     rank = max(len(axes), other.ndim)
     mine = ((),) * (rank - len(axes)) + axes

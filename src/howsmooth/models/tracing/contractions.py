@@ -25,8 +25,8 @@ Labels = tuple[Any, ...]  # a label for each axis, as in ``einsum``
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """A product ``beta * bias + alpha * left · right`` of two tensors. An axis of both that is missing in the
-    result is summed over.
+    """A product ``beta * bias + alpha * left · right`` of two tensors. It sums over each axis that both
+    tensors have and the result lacks.
     """
 
     left: Operand
@@ -38,7 +38,7 @@ class Contraction:
 
 
 def _labelled(left: Tensor, right: Tensor, terms: tuple[Labels, Labels, Labels], *rest: Any) -> Contraction:
-    """Return the product of two tensors, given the labels of the axes of both and of the result."""
+    """Return the product of two tensors. ``terms`` labels the axes of both and of the result."""
     sizes: dict[Any, int] = {}
     for labels, tensor in zip(terms, (left, right), strict=False):
         for label, size in zip(labels, tensor.shape, strict=True):
@@ -49,9 +49,7 @@ def _labelled(left: Tensor, right: Tensor, terms: tuple[Labels, Labels, Labels],
 
 
 def contraction_of(func: Any, args: Any, kwargs: Any) -> Contraction | None:
-    """Describe the product of two tensors that a torch function computes, or return None if it
-    computes none.
-    """
+    """Describe the product of two tensors that a torch function computes, or return None if there is none."""
     if func is torch.einsum:
         operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
         return _einsum(args[0], *operands) if isinstance(args[0], str) and len(operands) == 2 else None
@@ -99,9 +97,7 @@ def _einsum(equation: str, left: Tensor, right: Tensor) -> Contraction | None:
 
 
 def product_scores(c: Contraction) -> ScoreRecord | None:
-    """Describe a product of two tensors as attention scores, or return None if the product cannot be
-    attention scores, as in a linear layer.
-    """
+    """Describe a product as attention scores. Return None for others, such as that of a linear layer."""
     left, right = c.left.tensor, c.right.tensor
     if any(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in (left, right)):
         return None  # the product with a parameter or a view of one is a linear layer

@@ -48,7 +48,7 @@ def split_mask(
 
 
 class Masking(NamedTuple):
-    """The rules by which an attention hides keys from queries, with a phrase that describes the rules."""
+    """The rules by which an attention hides keys from queries, and a phrase that states them."""
 
     causal: bool  # queries see no later keys
     window: int | None  # number of keys in a sliding window
@@ -57,7 +57,7 @@ class Masking(NamedTuple):
 
 
 def describe_mask(visible: Bool[Tensor, "n n"] | None, n: int) -> Masking:
-    """Describe a mask by rules such as the causal order, or keep it if no rule does.
+    """Describe a mask by rules, such as causal order. If no rules fit, keep the mask itself.
 
     For n = 1 every mask counts as causal, since it hides nothing: pass None if the layer is not causal.
     """
@@ -76,8 +76,8 @@ def describe_mask(visible: Bool[Tensor, "n n"] | None, n: int) -> Masking:
 
 
 def order_and_window(visible: Bool[Tensor, "*lead m n"]) -> Visibility | None:
-    """Return the causal and sliding-window rules that together give exactly this mask, or None if none do, if
-    it differs between heads or sequences, or if it is not square.
+    """Return the causal order and the window that together give exactly this mask. Return None if there are
+    none, if the mask differs between heads or sequences, or if it is not square.
     """
     m, n = visible.shape[-2:]
     if m != n or visible.numel() != n * n:
@@ -94,7 +94,7 @@ def order_and_window(visible: Bool[Tensor, "*lead m n"]) -> Visibility | None:
 
 
 def hides_later_keys(mask: Tensor) -> bool:
-    """Return True if no query sees a later key under this mask, boolean or additive."""
+    """Return True if no query sees a later key under this mask, which may be boolean or additive."""
     n = mask.shape[-2]
     whole = mask.expand(*mask.shape[:-2], n, n)
     for rows in _row_blocks(mask, n):

@@ -1,4 +1,4 @@
-"""Repetition of a module call of the forward pass with other tokens in place of the original tokens X."""
+"""A module call of the forward pass that can be repeated with other tokens in place of its tokens X."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ModuleReplay:
         return args, kwargs
 
     def with_memory(self, memory: Tensor) -> ModuleReplay:
-        """Return the same module call with another memory (n, d_memory), for one sequence."""
+        """Return the same call, for one sequence, with other tokens (n, d_memory) for the keys and values."""
         other, own = copy.copy(self), self.memory
         other.memory = memory if own is None else memory.reshape(own.shape)
         if own is not None:
@@ -67,11 +67,11 @@ class ModuleReplay:
 
     @property
     def x_name(self) -> str:
-        """The name of the argument that holds X; "" if X lies inside another argument, such as a list."""
+        """The name of the argument that holds X, or "" if X lies inside another argument, such as a list."""
         return next((name for name, value in self.named_arguments().items() if value is self.x), "")
 
     def named_arguments(self) -> dict[str, Any]:
-        """Return the arguments of the call as the model passed them, by parameter name."""
+        """Return the original arguments of the call by the names of the module's parameters."""
         return bound_arguments(self.module, *self.arguments(self.x))
 
     def __call__(self, x: Tensor) -> Any:
@@ -98,7 +98,7 @@ class ModuleReplay:
         return _as_tokens(output, self.batch, axis)
 
     def of_first_sequence(self) -> ModuleReplay:
-        """Return this module call restricted to the first sequence of the batch.
+        """Return this module call for the first sequence of the batch alone.
 
         No model says which arguments have a batch axis. First, only arguments are cut whose length along the
         batch axis is the number of sequences, or is that of the tokens. If the output is then wrong, all
@@ -140,17 +140,13 @@ class ModuleReplay:
         return alone
 
     def on(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> ModuleReplay:
-        """Return the same call for the given copy of the module, with the arguments converted to the dtype
-        and device of the copy.
-        """
+        """Return the same call of another copy of the module, with its arguments in this dtype and device."""
         other = self._changed(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
         other.module = module
         return other
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> ModuleReplay:
-        """Return a copy of this call after applying ``change`` to each of its tensors; what was one tensor
-        stays one.
-        """
+        """Return a copy of this call with ``change`` applied once to each of its distinct tensors."""
         other = copy.copy(self)
         leaves, tree = tree_flatten((self._given, self.x, self.memory))
         changed = {id(leaf): change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves}
@@ -160,9 +156,7 @@ class ModuleReplay:
 
 
 def token_arguments(call: Call) -> Iterator[Tensor]:
-    """Yield the arguments of a call that may be tokens, which are floating-point tensors with two or more
-    axes.
-    """
+    """Yield the arguments of a call that may hold tokens: floating-point tensors with two or more axes."""
     found: dict[int, Tensor] = {}
     for value in call.arguments().values():
         for leaf in value if isinstance(value, tuple | list) else [value]:
@@ -188,7 +182,7 @@ def _batch_axis(x: Tensor, batch: int) -> int:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the first tensor in the output of a module; raise CaptureError if there is none."""
+    """Return the first tensor in the output of a module. Raise CaptureError if there is none."""
     if isinstance(output, Tensor):
         return output
     values = output.values() if isinstance(output, dict) else output

@@ -1,4 +1,4 @@
-"""The origin of a tensor of attention scores: the product of queries and keys, and all later operations.
+"""The origin of attention scores: the product of queries and keys, and all operations after it.
 
 :class:`ScoreRecord` describes a tensor between ``q @ k.T`` and ``p @ v``. Each operation of the attention
 code (a scaling, mask, bias, cap, sink or the softmax) gives another one. :func:`read_operands` turns the last
@@ -32,9 +32,7 @@ __all__ = ["Opaque", "ScoreRecord", "read_operands"]
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A record of a tensor that was computed from scores by an operation that does not occur in softmax
-    attention.
-    """
+    """Describes a tensor computed from attention scores by an operation foreign to softmax attention."""
 
     reason: str  # one phrase
     probabilities: bool = False  # whether it has been through a softmax
@@ -43,7 +41,7 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class _Sinks:
-    """The scores of attention sinks, a column that is appended before the softmax and removed after it."""
+    """The column of attention-sink scores, which is appended before the softmax and removed after it."""
 
     operand: Operand
     joined: Axis  # the axis of the keys with the column
@@ -53,8 +51,8 @@ class _Sinks:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRecord:
-    """A record of how a tensor of attention scores was computed from queries and keys, or one of attention
-    weights, which are the softmax of scores over ``keys``.
+    """Describes how a tensor was computed from queries and keys. The tensor holds attention scores or, after
+    the softmax, attention weights.
 
     The scores are ``cap · tanh(scale · left · rightᵀ · factors) + biases``, with hidden entries. Each method
     returns the record of the tensor after one more operation, and raises Unreadable if softmax attention has
@@ -77,25 +75,25 @@ class ScoreRecord:
 
     @property
     def probabilities(self) -> bool:
-        """Whether these are attention weights."""
+        """True if the tensor holds attention weights."""
         return self.keys is not None
 
     def unreadable(self, what: str) -> Unreadable:
-        """Return the exception for an operation that softmax attention does not have."""
+        """Return an error which says that softmax attention does not have the operation ``what``."""
         return Unreadable(f"its {'probabilities' if self.probabilities else 'scores'} {what}")
 
     def before_softmax(self, what: str) -> ScoreRecord:
-        """Return this record of scores; raise Unreadable for attention weights, with what happens to them."""
+        """Return this record if its tensor holds scores. Raise Unreadable if it holds attention weights."""
         if self.probabilities:
             raise self.unreadable(what)
         return self
 
     def rounded(self, dtype: torch.dtype) -> ScoreRecord:
-        """Return the record after a conversion to another dtype."""
+        """Return a record of the same tensor after its conversion to another dtype."""
         return replace(self, eps=max(self.eps, torch.finfo(dtype).eps))
 
     def times(self, number: float) -> ScoreRecord:
-        """Return the record after a multiplication by a number."""
+        """Return a record of the scores multiplied by a number."""
         if self.sinks is not None:
             raise Unreadable("its scores are scaled together with their sinks")
         biases = tuple(Operand(bias.tensor * number, bias.axes) for bias in self.biases)
@@ -107,7 +105,7 @@ class ScoreRecord:
         return replace(self, cap=self.cap * number, biases=biases)
 
     def times_tensor(self, tensor: Tensor, *, inverse: bool) -> ScoreRecord:
-        """Return the record after a multiplication by a tensor, or a division if ``inverse`` is True."""
+        """Return a record of the scores multiplied by a tensor, or divided by it if ``inverse`` is set."""
         if self.cap is not None or self.sinks is not None:
             raise Unreadable("its scores are multiplied by a tensor after a cap or sinks")
         axes, factor = broadcast(self.axes, tensor)
@@ -118,7 +116,7 @@ class ScoreRecord:
         return replace(self, axes=axes, biases=biases, factors=(*self.factors, (factor, inverse)))
 
     def plus(self, tensor: Tensor, coefficient: float = 1.0) -> ScoreRecord:
-        """Return the record after the addition of ``coefficient`` times a tensor."""
+        """Return a record of the scores plus ``coefficient`` times a tensor."""
         # Masks are added in the dtype of the scores, as the model adds them.
         tensor = tensor.to(torch.promote_types(tensor.dtype, self.left.tensor.dtype))
         axes, bias = broadcast(self.axes, tensor)
@@ -131,20 +129,20 @@ class ScoreRecord:
         return replace(self, axes=axes, biases=(*self.biases, bias))
 
     def capped(self) -> ScoreRecord:
-        """Return the record after a hyperbolic tangent, which is a soft cap."""
+        """Return a record of the hyperbolic tangent of the scores, which is a soft cap."""
         if self.biases or self.hidden or self.cap is not None or self.sinks is not None:
             raise Unreadable("its scores are capped after a bias or mask")
         return replace(self, cap=1.0)
 
     def hiding(self, pairs: Tensor) -> ScoreRecord:
-        """Return the record after masking, where True in ``pairs`` marks the hidden entries."""
+        """Return a record of the masked scores. Entries that are True in ``pairs`` are hidden."""
         if self.sinks is not None:
             raise Unreadable("its scores and sinks are masked together")
         axes, hidden = broadcast(self.axes, pairs)
         return replace(self, axes=axes, hidden=(*self.hidden, hidden))
 
     def joined(self, column: Tensor, dim: int, *, first: bool) -> ScoreRecord:
-        """Return the record after a column of attention sinks was appended."""
+        """Return a record of the scores joined with a column of attention-sink scores."""
         if column.ndim != len(self.axes) or column.shape[dim] != 1 or self.sinks is not None:
             raise Unreadable("its scores are joined to other scores")
         keys = self.axes[dim]
@@ -153,7 +151,7 @@ class ScoreRecord:
         return replace(self, axes=(*self.axes[:dim], joined, *self.axes[dim + 1 :]), sinks=sinks)
 
     def softmax(self, dim: int, dtype: torch.dtype) -> ScoreRecord | Opaque:
-        """Return the record of the attention weights."""
+        """Return a record of the attention weights: the softmax of the scores along the axis ``dim``."""
         keys = self.axes[dim]
         if self.sinks is not None:
             # The softmax must run over the axis that holds keys and sinks.
@@ -163,9 +161,7 @@ class ScoreRecord:
         return replace(self.rounded(dtype), keys=keys)
 
     def cut(self, tensor: Tensor, result: Tensor) -> ScoreRecord:
-        """Return the record after a slice of the tensor, which must remove the column of the sinks from
-        attention weights.
-        """
+        """Return a record of the attention weights without the sinks' column. Refuse all other slices."""
         # The index is not read: the shape and the memory offset of the result tell which column was cut off.
         if self.probabilities and self.sinks is not None and result.ndim == tensor.ndim:
             for dim in (i for i, axis in enumerate(self.axes) if leaves(axis) == self.sinks.joined):
@@ -178,8 +174,7 @@ class ScoreRecord:
 
 
 def read_operands(scores: ScoreRecord, lead: Sequence[Axis], rows: Axis, call: SoftmaxCall) -> SoftmaxCall:
-    """Return a copy of the softmax ``call`` that also holds the queries, keys, mask and other operands from
-    which its scores were computed.
+    """Return a copy of the softmax ``call`` with the queries, keys, mask and other operands of its scores.
 
     Their axes are in the order (*lead, rows, keys), in which ``lead`` ends with the axis of the heads. Raises
     Unreadable if the scores do not come from a softmax attention.
@@ -224,7 +219,7 @@ def _scaled(tensor: Tensor, factor: Tensor, inverse: bool) -> Tensor:
 
 
 def _mask(scores: ScoreRecord, target: Sequence[Axis]) -> Tensor | None:
-    """Return the mask, which is boolean, or additive with -inf for hidden entries if there are biases."""
+    """Return the mask of the scores: boolean or, if there are biases, additive with −∞ at hidden entries."""
     # A bias that is the same for all keys of a row does not change the softmax.
     biases = [b.arranged(target) for b in scores.biases if scores.sinks is not None or b.shares(target[-1])]
     hidden = [pairs.arranged(target) for pairs in scores.hidden]

@@ -1,5 +1,5 @@
-"""What torch functions do to attention scores and attention weights: a rule for every function that attention
-code applies to them.
+"""What torch functions do to attention scores and weights: one rule for each function that attention code
+applies to them.
 
 After a function without a rule the result is unknown. After a function that attention does not use, such as a
 sort, the result is :class:`~howsmooth.models.tracing.score_provenance.Opaque`, with the reason.
@@ -26,7 +26,7 @@ Known = ScoreRecord | Opaque
 
 
 class Applied:
-    """A call of a torch function, of which an argument may have a record.
+    """A call of a torch function. Some of its arguments may hold attention scores.
 
     ``args`` begins with the tensors of the call, also if they were passed by name.
     """
@@ -51,17 +51,17 @@ class Applied:
         self.result: Any = None
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument of the call, however it was passed."""
+        """Return an argument of the call, whether it was passed by position or by name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
     @property
     def other(self) -> Any:
-        """The argument of a function of two tensors that is not the first one with a record."""
+        """For a function of two tensors, the operand beside the attention scores."""
         return self.args[1] if self.leads else self.args[0]
 
     def record(self, known: Known, result: Any) -> tuple[Any, Known | None]:
-        """Return the tensor that the call has computed or changed, with its new record; ``known`` is the
-        first record of its arguments.
+        """Return the tensor that the call computed or overwrote, and a record of how it follows from queries
+        and keys. ``known`` is the record of the first argument that has one.
         """
         self.result = result
         changed = self.args[0] if result is None else result
@@ -192,7 +192,7 @@ def _chosen(known: ScoreRecord, call: Applied) -> Known | None:
 
 
 def _overwritten(known: ScoreRecord, pairs: Tensor, value: Any) -> Known:
-    """Return the record after ``value`` was written where ``pairs`` is True."""
+    """Return a record of the scores after the entries where ``pairs`` is True were set to ``value``."""
     if known.probabilities:
         # The probabilities of hidden keys are zero already; if they are not, the check of all rows fails.
         return replace(known, approximate=True)
@@ -202,9 +202,7 @@ def _overwritten(known: ScoreRecord, pairs: Tensor, value: Any) -> Known:
 
 
 def _unknown(known: Known, call: Applied) -> Known | None:
-    """Return the record after a function without a rule: if it changed its tensor, this holds no scores any
-    more.
-    """
+    """Return what is known after a function without a rule. Raise Unreadable if it overwrote scores."""
     if call.result is not None and call.result is not call.args[0]:
         return None
     if isinstance(known, Opaque):
@@ -233,14 +231,14 @@ def _refused(known: ScoreRecord, call: Applied, what: str = "") -> Known:
 
 
 def _mixed(known: Known, call: Applied) -> Known | None:
-    """Return the record after a function that changes or mixes scores; after two of them it is unknown."""
+    """Describe scores that a function, such as a sort, has mixed. Return None if they were mixed before."""
     if isinstance(known, Opaque):
         return None if known.mixed else replace(known, mixed=True)
     return Opaque(str(known.unreadable(f"go through {call.name}")), known.probabilities, mixed=True)
 
 
 def _functions(names: str) -> set[Any]:
-    """Return the torch functions, tensor methods and properties with the given names."""
+    """Return the torch functions, tensor methods and tensor properties that have the given names."""
     homes = (torch, Tensor, functional, torch.special)
     found = {getattr(home, name) for name in names.split() for home in homes if hasattr(home, name)}
     return {

@@ -1,4 +1,4 @@
-"""One softmax attention with its operands, and its computation in plain PyTorch."""
+"""One softmax attention with its operands, which can also be computed from them in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class SoftmaxCall:
         causal: bool,
         **rest: Any,
     ) -> SoftmaxCall:
-        """Return the attention of code that names its operands, with the scale and the causal order as
-        ``scaled_dot_product_attention`` understands them.
+        """Describe an attention whose operands were passed by name. Scale and causal order have the meaning
+        that they have in ``scaled_dot_product_attention``.
         """
         m, n = query.shape[-2], key.shape[-2]
         if causal and m != n:
@@ -63,7 +63,7 @@ class SoftmaxCall:
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries, keys and values of a call that could be read."""
+        """The queries, keys and values. Queries and keys must be known."""
         assert self.query is not None
         assert self.key is not None
         return self.query, self.key, self.value
@@ -140,7 +140,8 @@ def _softmax_values(scores: Tensor, value: Tensor, mask: Tensor | None, sinks: T
 
 
 def disagreement(call: SoftmaxCall, eps: float, *, every: bool) -> str:
-    """Return how the output of a softmax attention differs from that of its operands, in a phrase, or "".
+    """Compare the output of a softmax attention with the output computed again from its operands. Return a
+    phrase that says how they differ, or "" if they agree.
 
     Unless ``every`` is set, a sample of the rows is compared. Rows that see no key are not compared: their
     output has no meaning. ``eps`` is the machine epsilon of the coarsest dtype in the computation.

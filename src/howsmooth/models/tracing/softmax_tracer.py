@@ -1,5 +1,4 @@
-"""A tracer that finds every softmax attention in the forward pass of a PyTorch module and reads its queries,
-keys and values.
+"""A tracer that finds every softmax attention in a forward pass, and reads its queries, keys and values.
 
 A :class:`SoftmaxTracer` is a torch function mode. It finds calls of ``scaled_dot_product_attention``, and
 products of values with a softmax whose scores come from a product of two tensors. ``score_rules`` follow the
@@ -68,20 +67,18 @@ class SoftmaxTracer(TorchFunctionMode):
         self._known: MutableMapping[Tensor, Known] = WeakTensorKeyDictionary()
 
     def __enter__(self) -> SoftmaxTracer:
-        """Start the tracing; the tracer may be entered again while it is active."""
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Stop the tracing; the outermost exit also forgets the records of all tensors."""
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if not self._depth:
             self._known.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch function, and store a record of its result if it was computed from scores."""
+        """Run a torch function. If its result comes from attention scores, store a record of the result."""
         kwargs = kwargs or {}
         run = partial(func, *args, **kwargs)
         if func in PRODUCTS:
@@ -102,7 +99,7 @@ class SoftmaxTracer(TorchFunctionMode):
         return result
 
     def known(self, tensor: Any) -> Known | None:
-        """Return the record of a tensor, or None if it is neither attention scores nor attention weights."""
+        """Return the record of a tensor of attention scores or weights. Return None for any other tensor."""
         return self._known.get(tensor) if isinstance(tensor, Tensor) else None
 
     def _note(self, tensor: Any, known: Known | None) -> None:
@@ -110,9 +107,10 @@ class SoftmaxTracer(TorchFunctionMode):
             self._known[tensor] = known
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the body of a torch function, which arrives as a whole under a mode, with a
-        ``has_torch_function`` that returns False, so that the functions it calls arrive one by one.
+        """Run a torch function that calls other torch functions, so that this tracer sees each of these
+        calls.
         """
+        # If ``has_torch_function`` were True, it would hand the whole call to this tracer again.
         seen = {**func.__globals__, "has_torch_function": lambda _: False}
         body = python_types.FunctionType(
             func.__code__, seen, func.__name__, func.__defaults__, func.__closure__
@@ -127,7 +125,7 @@ class SoftmaxTracer(TorchFunctionMode):
         describe: Callable[[Any], SoftmaxCall],
         as_result: Callable[[Tensor, Any], Any],
     ) -> Any:
-        """Return the result of an attention, or the one by which ``on_softmax`` replaces it.
+        """Return the output of an attention, or the tensor that ``on_softmax`` returns in its place.
 
         ``describe`` is given the result, or None if it runs ``ahead``; ``as_result`` the other output also.
         """
@@ -245,7 +243,7 @@ class SoftmaxTracer(TorchFunctionMode):
 
 
 def _sums_over_keys(known: Known, summed: Axis, value: Tensor) -> bool:
-    """Return whether a product with attention weights sums over their keys, as far as these are known."""
+    """Return True if a product with attention weights may be a sum over the keys."""
     if isinstance(known, Opaque):
         return not isinstance(value, nn.Parameter)  # values are computed from tokens
     # Queries and keys each have an axis of their own; what both have counts sequences, windows and heads.
@@ -254,7 +252,7 @@ def _sums_over_keys(known: Known, summed: Axis, value: Tensor) -> bool:
 
 
 def _flex_mask(query: Tensor, key: Tensor, score_mod: Any, mask_mod: Any) -> Tensor | None:
-    """Return the mask of a ``flex_attention``, boolean or with the numbers that it adds to the scores."""
+    """Return the mask of a ``flex_attention``: boolean, or as numbers to add to the scores."""
     sizes = (*query.shape[:-1], key.shape[-2])
     places = [
         torch.arange(size, device=query.device).view([-1 if i == axis else 1 for i in range(4)])

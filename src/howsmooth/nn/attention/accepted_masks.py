@@ -39,7 +39,7 @@ class AcceptedMasks:
 
     @classmethod
     def read(cls, mask: object, length: int) -> AcceptedMasks:
-        """Convert the constructor argument ``mask`` of a layer: a kind, or a mask (length, length)."""
+        """Convert the constructor argument ``mask``: the name of a kind, or one mask (length, length)."""
         if isinstance(mask, str) and mask in _KINDS:
             return cls(mask)
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (length, length):
@@ -51,7 +51,7 @@ class AcceptedMasks:
         return cls("fixed", hidden, visible_rows(length, ~hidden))
 
     def rows_at(self, length: int) -> VisibleRows:
-        """Return how many keys each query may see, on which the Lipschitz bound of a layer depends."""
+        """Return how many keys each query may see. The Lipschitz bound of the layer depends on this."""
         return visible_rows(length, self.kind) if self.rows is None else self.rows
 
     def always(self, n: int) -> Tensor | None:
@@ -59,7 +59,7 @@ class AcceptedMasks:
         return _causal(n) if self.kind == "causal" else self.hidden
 
     def always_added(self, x: Tensor) -> Tensor | None:
-        """Return this mask as numbers (1, 1, n, n) that are added to the scores of tokens x (..., n, d)."""
+        """Return the mask of every call as numbers (1, 1, n, n) to add to the scores of x (..., n, d)."""
         hidden = self.always(x.shape[-2])
         return None if hidden is None else _as_numbers(hidden.to(x.device), x.dtype)[None, None]
 
@@ -104,7 +104,7 @@ class AcceptedMasks:
         return total
 
     def _check_covered(self, name: str, mask: Tensor, own: Tensor | None) -> None:
-        """Raise ArgumentError if the constant of the layer is not proved for a mask of numbers in a call."""
+        """Raise ArgumentError if the constant of the layer does not hold for the mask of a call."""
         if self.kind == "any":
             numbers, expected = (
                 (mask != 0) & ~torch.isneginf(mask),
@@ -131,7 +131,7 @@ def _as_numbers(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _read(name: str, mask: Tensor, shapes: dict[tuple[int, ...], tuple[int, ...]], x: Tensor) -> Tensor:
-    """Return a mask of a call as numbers, in one of the values of ``shapes``; its keys are accepted."""
+    """Return a mask of a call as numbers. ``shapes`` maps each accepted shape to the shape of the result."""
     if not isinstance(mask, Tensor) or mask.layout is not torch.strided or mask.is_meta:
         got = type(mask).__name__ if not isinstance(mask, Tensor) else f"{mask.layout} on {mask.device}"
         raise ArgumentError(name, expected="a dense tensor", got=got)

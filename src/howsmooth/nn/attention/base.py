@@ -1,4 +1,4 @@
-"""The base class of attention layers with a proved constant and the calls of torch.nn.MultiheadAttention.
+"""The base class of attention layers with a proved constant, called like torch.nn.MultiheadAttention.
 
 A subclass defines its bound (``_bound``), a differentiable function of the weights, and may define its own
 weights, its queries, keys and values, its scores or attention weights (``_scores``, ``_probabilities``), and
@@ -180,7 +180,7 @@ class LipschitzAttention(LipschitzModule):
             nn.init.zeros_(self.out_proj.bias)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return the weights of the layer by name, evaluated if they are parametrized."""
+        """Return the weights of the layer by name, also those that parametrizations compute."""
         found = {
             "in_proj_weight": self.in_proj_weight,
             self._bias[0]: getattr(self, self._bias[0]),
@@ -211,7 +211,7 @@ class LipschitzAttention(LipschitzModule):
 
     @abstractmethod
     def _bound(self, rows: VisibleRows, radius: float, weights: Weights) -> Tensor:
-        """Return the bound before the output is divided, a float64 scalar, differentiable in the weights.
+        """Return a Lipschitz bound of the layer before its output is divided, differentiable in the weights.
 
         It may be too small by the roundings of a formula in numbers >= 0. ``rows`` says how many keys each
         query sees under the layer's masks, ``radius`` is the largest norm of a token, possibly infinite, and
@@ -232,7 +232,7 @@ class LipschitzAttention(LipschitzModule):
         return hull_radius(self._parts(weights), radius)
 
     def _map(self, weights: Weights, scale: float) -> TokenMap:
-        """Return :attr:`map` for these weights, with its output multiplied by ``scale``."""
+        """Return the layer with these weights as a map of tokens, with its output multiplied by ``scale``."""
         return _LayerMap(self, scaled_weights(weights, scale))
 
     # ---- the constant
@@ -255,7 +255,7 @@ class LipschitzAttention(LipschitzModule):
         return Bound.upper(bound.name, bound.quantity, source, log_formula=log, hypotheses=bound.hypotheses)
 
     def output_radius(self, length: int, radius: float) -> float:
-        """Return an upper bound on the norms of the output tokens, as for :meth:`lipschitz_bound`."""
+        """Return an upper bound on the norms of output tokens. For arguments see :meth:`lipschitz_bound`."""
         n, R = self._claimed(length, radius)
         weights = self._finite_weights()
         with torch.no_grad():
@@ -265,7 +265,9 @@ class LipschitzAttention(LipschitzModule):
         return above(largest, _ROUNDINGS)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
-        """Check a number of tokens and a radius; the radius is at most that of a layer that clips."""
+        """Check a length and a radius, and return them. If the layer clips tokens, a larger radius is
+        replaced by the radius of the layer.
+        """
         n = check_length(length)
         # An infinite radius stands for all tokens, for a layer that clips or whose bound needs no radius.
         everywhere = radius == math.inf and (self.radius is not None or not self._needs_radius)
@@ -288,7 +290,7 @@ class LipschitzAttention(LipschitzModule):
         return weights
 
     def _log_divisor(self, weights: Weights) -> float:
-        """Return log(bound / constant), computed again only if a weight or a setting has changed."""
+        """Return the log of the output's divisor, which is cached until a weight or a setting changes."""
         return self._log_divisor_of(
             weights, self._divisor_key, lambda: self._log_quotient(log_value(self._log, weights))
         )
@@ -313,7 +315,7 @@ class LipschitzAttention(LipschitzModule):
         return self._bound(self.masking.rows_at(length), radius, scaled).log() + size.log()
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Return log(bound / constant), rounded up, from the computed logarithm of the bound."""
+        """Convert the log of a Lipschitz bound to the log of the divisor bound / constant, rounded up."""
         assert self.constant is not None
         log = self._named_bound(log_formula, self._bound_radius).log_value
         if not abs(log) < _LARGEST_LOG:
@@ -332,7 +334,7 @@ class LipschitzAttention(LipschitzModule):
         return math.inf if self.radius is None else self.radius
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or evaluation mode, in which the divisor is kept for graphs that are recorded."""
+        """Set training or evaluation mode. Evaluation mode caches the divisor for recorded graphs."""
         super().train(mode)
         _remember_divisor(self)
         return self
@@ -390,7 +392,7 @@ class LipschitzAttention(LipschitzModule):
         return output, shown if need_weights else None
 
     def _undivided(self, x: Tensor, added: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Return the output before its division, and the attention weights, for tokens x (batch, n, d)."""
+        """Return the output for tokens x (batch, n, d) before its division, and the attention weights."""
         q, k, v = self._queries_keys_values(x, weights)
         probabilities = self._probabilities(q, k, v, added, weights)
         attended = (probabilities @ v).transpose(1, 2).flatten(2)
@@ -428,19 +430,18 @@ class LipschitzAttention(LipschitzModule):
         return factor.to(self._working(like, is_far_from_zero(quotient)))
 
     def _working(self, like: Tensor, far: bool | None = None) -> Tensor:
-        """Return a tensor like what ``_inverse`` returns; ``far`` defaults to that of the cached divisor."""
+        """Return an empty scalar on the device of ``like``, in float64 if ``far``, else in its dtype."""
         far = self._log_divisor_of.far if far is None else far
         return like.new_empty((), dtype=torch.float64 if far else like.dtype)
 
     def _by_head(self, t: Tensor) -> Tensor:
-        """Split a tensor (batch, n, heads · k) into (batch, heads, n, k)."""
         heads: Tensor = t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         return heads
 
     def _checked(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the tokens (batch, n, d), in the dtype in which the layer computes, and the weights."""
+        """Check the arguments of a call. Return the tokens (batch, n, d) to compute with, and the weights."""
         weights = self._weights()
         weight = next(iter(weights.values()))
         check_layer_input("query", query, like=weight)
@@ -472,7 +473,7 @@ class LipschitzAttention(LipschitzModule):
         raise ArgumentError(name, expected=expected, got=f"{n} tokens", remedy=remedy)
 
     def inside_ball(self, x: Tensor, radius: float, dtype: torch.dtype) -> Tensor:
-        """Return the tokens, projected onto the ball if ``beyond`` is "clip"; else they must lie in it."""
+        """Project tokens onto the ball if ``beyond`` is "clip"; otherwise refuse tokens outside of it."""
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         clip = self.beyond == "clip"
         longest = math.inf if clip else radius * (1 + _ULPS * torch.finfo(dtype).eps)

@@ -1,4 +1,4 @@
-"""The weights of torch.nn.MultiheadAttention, split into heads, and bounds on what all heads return."""
+"""Weights like those of torch.nn.MultiheadAttention, split into heads, and bounds on attention outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def weights_in_double(weights: Weights) -> dict[str, Tensor]:
 
 
 def joined_radius(layer: HeadMatrices, sizes: Tensor, factor: float = 1.0) -> float:
-    """Return an upper bound on the norms of all outputs W_O c + b_O, where c joins one vector of each head.
+    """Bound the norms of all outputs W_O c + b_O from above, where c concatenates one vector of each head.
 
     ``factor`` times ``sizes`` (H,) bounds the norms of these vectors.
     """
@@ -50,8 +50,8 @@ def joined_radius(layer: HeadMatrices, sizes: Tensor, factor: float = 1.0) -> fl
 
 
 def hull_radius(layer: HeadMatrices, radius: float, size: Tensor | None = None) -> float:
-    """Return an upper bound on the norms of all outputs W_O (c + b_V) + b_O, where c joins for each head a
-    mean of vectors V_h x with |x| <= ``radius``. ``size`` bounds the norm of W_O c for a radius of one.
+    """Bound the norms of all outputs W_O (c + b_V) + b_O from above. The vector c concatenates, for each head
+    h, a mean of vectors V_h x with |x| <= ``radius``. ``size`` bounds |W_O c| for a radius of one.
     """
     output, shift = layer.output, layer.output_bias
     if size is None:

@@ -27,9 +27,10 @@ LogExpression = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 class CachedNumber:
-    """A number that is computed from weights and cached until a weight changes; ``far`` if far from zero.
+    """A number that is computed from weights and cached until a weight changes.
 
-    Weights are compared with a copy, because PyTorch's version counters miss changes through ``.data``.
+    ``far`` says whether the number is far from zero. Weights are compared with a copy, because PyTorch's
+    version counters miss changes through ``.data``.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class CachedNumber:
         self._number = torch.zeros((), dtype=torch.float64)
 
     def __call__(self, weights: Mapping[str, Tensor], key: object, compute: Callable[[], float]) -> float:
-        """Return the number, computed again if a weight or ``key``, all else that matters, has changed."""
+        """Return the number, which is computed again if a weight or ``key`` has changed."""
         tensors = [weight.detach() for weight in weights.values()]
         if not self._fits(tensors, key) or not all(map(torch.equal, tensors, self._weights)):
             self._value = compute()
@@ -75,7 +76,7 @@ class CachedNumber:
 
 
 def is_far_from_zero(log: float) -> bool:
-    """Return whether e^log is so large or small that products of such numbers may leave float32."""
+    """Return whether products of numbers as large or small as e^log may leave the range of float32."""
     return abs(log) > _FAR
 
 

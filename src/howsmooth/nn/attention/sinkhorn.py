@@ -97,7 +97,7 @@ class SinkhornAttention(LipschitzAttention):
 
 
 def _closed(added: Tensor) -> Tensor:
-    """Change a mask (..., n, n) or (..., 1, n) so that tokens that no query sees see one another alone."""
+    """Let the tokens that a mask hides from all queries, such as padding, see one another and no others."""
     n = added.shape[-1]
     added = added.expand(*added.shape[:-2], n, n)
     seen = added > -math.inf
@@ -235,7 +235,9 @@ _scaled.register_autograd(_Scaling.backward, setup_context=_Scaling.setup_contex
 
 
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
-    """Return the g of the lowest objective or, where ``near`` is True, of column sums closest to one."""
+    """Return the trial value of g with the lowest objective. Where ``near`` is True, return the one with
+    column sums closest to one.
+    """
     if len(trials) == 1:
         return trials[0]
     ranks = []

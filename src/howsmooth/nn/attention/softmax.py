@@ -21,7 +21,7 @@ __all__ = ["QueryKeyNormAttention", "SoftmaxAttention"]
 
 
 class _DotProductAttention(LipschitzAttention):
-    """The base class of the layers with the bounds of softmax attention."""
+    """Base class of the layers whose bounds are those of softmax attention."""
 
     def _quantity(self, radius: float) -> Quantity:
         return Quantity.MASKED if self.masking.kind == "causal" else Quantity.GLOBAL

@@ -59,7 +59,7 @@ class L2Attention(LipschitzAttention):
         check(not blind or self.constant is None, "radius", expected, "None", remedy)
 
     def _parts(self, weights: Weights) -> HeadMatrices:
-        """Return queries and keys Q_h (k, d), values V_h Q_hᵀQ_h/√k (k, d) and the rest, for all heads h."""
+        """Return the matrices (k, d) of all heads: Q_h for queries and keys, V_h Q_hᵀQ_h/√k for values."""
         query, folded = self._folded(weights)
         bias, output = weights.get("value_bias"), weights["out_proj.weight"]
         by_head = None if bias is None else self._cut(bias)
@@ -71,7 +71,7 @@ class L2Attention(LipschitzAttention):
         return heads
 
     def _folded(self, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Return Q_h (k, d), and V_h Q_hᵀ/√k (k, k), which maps queries to values, for all heads h."""
+        """Return Q_h (k, d) for all heads h, and V_h Q_hᵀ/√k (k, k), which maps queries to values."""
         query, value = (self._cut(part) for part in weights["in_proj_weight"].chunk(2))
         return query, value @ query.mT / math.sqrt(self.head_dim)
 

@@ -72,7 +72,7 @@ class Evaluation:
         return "\n".join(lines)
 
     def certified(self, radius: float) -> int:
-        """Return how many inputs keep their class, the label or else the prediction, within ``radius``."""
+        """Return for how many inputs the label (or else the prediction) is certified within ``radius``."""
         check_number("radius", radius, "a finite number >= 0", lambda number: 0 <= number < math.inf)
         return int((self.table["certified_radius"] > radius).sum())
 

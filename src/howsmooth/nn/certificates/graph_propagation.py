@@ -34,7 +34,7 @@ _SOURCE = 'models with a forward of their own, howsmooth documentation, "Enforce
 
 @dataclass(frozen=True)
 class _State:
-    """What is known of one tensor of the forward pass, which has the ``shape`` in the run on the example.
+    """Bounds on one tensor of the forward pass. ``shape`` is its shape in the run on the example input.
 
     ``constant`` bounds the Lipschitz constant of the map from the model's input to this tensor, and
     ``radius`` the norms of its tokens. ``tokens`` are the axes that number the tokens; axis 0 is the batch,
@@ -54,7 +54,9 @@ class _State:
 
 
 class _Recorder(fx.Tracer):
-    """A tracer for which PyTorch's modules (but Sequential) and those of known constant are single nodes."""
+    """A tracer that records each PyTorch module (but not Sequential) and each module of known constant as a
+    single node.
+    """
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         torchs = kind_of(m).__module__.startswith("torch.nn.") and not isinstance(m, nn.Sequential)
@@ -93,11 +95,11 @@ def _recorded(model: nn.Module) -> fx.Graph:
 
 
 class _Follower(fx.Interpreter):
-    """An interpreter of the recorded graph at an example input, with a _State of each node for all inputs.
+    """An interpreter that runs the recorded graph on an example, and bounds each node for all inputs.
 
-    A node that depends on the input through shapes alone has none. The gate of a node is the last node before
-    it that every path from the input goes through. What lies between, such as the branch of a residual, has
-    rows one level deeper.
+    A node that depends on the input through shapes alone has no bounds. The gate of a node is the last node
+    before it that every path from the input goes through. What lies between, such as the branch of a
+    residual, has rows one level deeper.
     """
 
     def __init__(self, module: fx.GraphModule, inputs: Tensor, length: int, radius: float) -> None:
@@ -161,7 +163,7 @@ class _Follower(fx.Interpreter):
         return found.pop()
 
     def _between(self, gate: fx.Node, node: fx.Node) -> set[fx.Node]:
-        """Return the nodes with bounds on all paths from a gate to a node, without both ends."""
+        """Return the nodes on paths between ``gate`` and ``node`` that have bounds, without these two."""
         found, reached = set[fx.Node](), [node]
         while reached:
             before = {one for one in reached.pop().all_input_nodes if one in self._states} - found - {gate}
@@ -170,7 +172,9 @@ class _Follower(fx.Interpreter):
         return found
 
     def _row(self, node: fx.Node, gate: fx.Node) -> tuple[ModuleRow, ...]:
-        """Return the row of an operation as a map from its gate, if it changes constant or norms."""
+        """Return the certificate's row for all operations between two nodes, ``gate`` and ``node``. Return no
+        row if they change no bound.
+        """
         first, last = self._states[gate], self._states[node]
         if (first.constant, first.radius) == (last.constant, last.radius):
             return ()
@@ -249,7 +253,7 @@ class _Follower(fx.Interpreter):
         return found
 
     def _of_images(self, module: nn.Module, node: fx.Node, state: _State, value: Any) -> _State | str:
-        """Return the bounds on tokens that a convolution or Patches makes of disjoint patches of images."""
+        """Bound the tokens that a convolution or Patches makes of images, or say why this is impossible."""
         if self._rows:
             return "cuts the images a second time, perhaps into other patches than those of the radius"
         if isinstance(module, Patches):

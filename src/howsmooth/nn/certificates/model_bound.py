@@ -196,8 +196,8 @@ def _check(module: nn.Module, path: str) -> None:
 
 
 def foreign_code(module: nn.Module) -> str | None:
-    """Return a phrase that says why the forward pass of a layer may not be the function that its constant
-    bounds, such as hooks or a replaced ``forward``, or None if nothing speaks against it.
+    """Return a phrase that says why the constant of a layer may not hold for its forward pass, such as hooks
+    or a replaced ``forward``. Return None if there is no such reason.
     """
     if _foreign_hooks(module):
         return "has hooks, which may change what goes in or comes out"

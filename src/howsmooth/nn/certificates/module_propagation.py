@@ -29,7 +29,7 @@ __all__ = [
 
 
 def walk(module: nn.Module, length: int, radius: float, path: str = "", level: int = 0) -> Reach:
-    """Compute the Lipschitz constant of a module that gets ``length`` tokens of norm at most ``radius``."""
+    """Compute the Lipschitz constant of a module for ``length`` tokens of norm at most ``radius``."""
     kind = kind_of(module)
     if path and isinstance(module, LipschitzAttention):
         remedy = "Put it into hs.nn.SelfAttentionBlock, which returns the tokens alone."
@@ -74,7 +74,7 @@ def _with_row(
 
 
 def has_rules(module: nn.Module) -> bool:
-    """Return whether a module, or each in a Sequential, needs no recording of a ``forward`` of its own."""
+    """Return whether the constant of a module is known without recording the operations of its forward."""
     kind = kind_of(module)
     if isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward:
         return all(map(has_rules, module))
@@ -83,7 +83,7 @@ def has_rules(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module, not the subclass that PyTorch makes of it for parametrizations."""
+    """Return the class of a module, or its original class if parametrizations have replaced it."""
     kind: type[nn.Module] = parametrize.type_before_parametrizations(module)
     return kind
 
@@ -115,7 +115,7 @@ def _through(
 
 
 def branched(module: BranchModule, length: int, radius: float, path: str, level: int) -> Reach:
-    """Return the reach of a residual, with the rows of its branch, one level deeper, before its own row."""
+    """Return bounds on the sum p x + q f(x). Its row in the table follows the rows of the branch f."""
     branch = walk(module.inner, length, radius, f"{path}.inner" if path else "inner", level + 1)
     if branch.length != length:
         raise refusal(module, path, f"adds {length} tokens to the {branch.length} that its branch returns")
@@ -160,7 +160,7 @@ _HINTS = {
 
 
 def attention_block(module: nn.Module, length: int) -> SelfAttentionBlock | str:
-    """Return the map of an attention of hs.nn or of a copy of PyTorch's, or why there is no constant."""
+    """Make a SelfAttentionBlock of an attention of hs.nn or PyTorch, or say why it has no constant."""
     if isinstance(module, LipschitzAttention):
         return SelfAttentionBlock(module)
     assert isinstance(module, nn.MultiheadAttention)

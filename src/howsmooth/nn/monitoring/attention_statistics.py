@@ -21,8 +21,8 @@ __all__ = ["ScoreStatistics", "score_norm"]
 
 
 def score_norm(f: TokenMap | None, unknown: str) -> dict[str, float | str]:
-    """Return the largest spectral norm of the score matrices of all heads, or why there is none, for a
-    record.
+    """Return the largest spectral norm of the heads' score matrices, or the reason why it is missing, as a
+    field of a record.
 
     The score matrix of head h is A_h, and the scores are ⟨A_h x_i + b_h, x_j⟩. For softmax attention, A_h =
     scale · K_hᵀ Q_h. For L2 attention, A_h = 2 · scale · K_hᵀ Q_h, which is the part of −scale · |Q x_i − K
@@ -67,7 +67,7 @@ class ScoreStatistics:
     logits_missing: str = ""
 
     def add(self, other: ScoreStatistics) -> None:
-        """Add the rows of another object; what is missing there is missing then."""
+        """Add the statistics of another object. What is missing in the other becomes missing here."""
         for name in ("total", "rows", "normalised_total", "normalised_rows"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.missing = self.missing or other.missing

@@ -1,4 +1,4 @@
-"""The training monitor of Lipschitz constants as a callback of Hugging Face's trainer and of Lightning's."""
+"""Callbacks for Hugging Face's Trainer and for Lightning that run the monitor of Lipschitz constants."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         self.monitor, self.log, self.penalty = monitor, log, penalty
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Measure the model if training starts at step 0; otherwise read the state of the penalty."""
+        """Measure the model if training starts at step 0; otherwise load the saved state of the penalty."""
         if (model := rest.get("model")) is not None:
             _check_model(self.monitor, model, model)
         file = _state_file(args, state)
@@ -137,11 +137,9 @@ def lightning_callback(monitor: LipschitzMonitor, penalty: SpectralPenalty | Non
             self._last = trainer.global_step
 
         def state_dict(self) -> dict[str, Any]:
-            """Return the state of the penalty for a checkpoint."""
             return {} if penalty is None else penalty.state_dict()
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """Restore the state of the penalty from a checkpoint."""
             if penalty is not None:
                 penalty.load_state_dict(state_dict)
 
@@ -172,7 +170,7 @@ def _check_arguments(monitor: object, penalty: object) -> None:
 
 
 def _check_model(monitor: LipschitzMonitor, model: nn.Module, trained: nn.Module) -> None:
-    """Refuse a monitor of another model, and tell the monitor of the model by which processes are trained."""
+    """Check that the monitor measures this model, and give it the wrapped model if parameters are sharded."""
     own = any(without_wrappers(module) is monitor.model for module in model.modules())
     got = f"a monitor of another {type(monitor.model).__name__}"
     remedy = "Build it with the model that is given to the trainer, as trainer.model has it."

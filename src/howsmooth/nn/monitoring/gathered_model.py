@@ -19,7 +19,7 @@ _Entry = tuple[dict[str, Any], str, Any]
 
 
 def without_wrappers(model: nn.Module) -> nn.Module:
-    """Return the model inside of the wrappers of :func:`unwrapped` and FullyShardedDataParallel."""
+    """Return the model inside FullyShardedDataParallel and the wrappers that :func:`unwrapped` removes."""
     while _is_fsdp_wrapper(inner := unwrapped(model)):
         model = inner.module  # type: ignore[assignment]
     return inner
@@ -58,7 +58,7 @@ def gathered(trained: nn.Module, model: nn.Module) -> Iterator[bool]:
 
 @contextmanager
 def _put(entries: list[_Entry]) -> Iterator[None]:
-    """Return a context manager that puts values into tables of modules, and at its end the old ones."""
+    """Replace values in the dictionaries of modules while the context lasts, then restore them."""
     before = [(table, name, table[name]) for table, name, _ in entries]
     try:
         for table, name, value in entries:
@@ -79,7 +79,7 @@ def _is_fsdp_wrapper(module: nn.Module | None) -> bool:
 
 
 def _inside_wrappers(model: nn.Module) -> Iterator[_Entry]:
-    """Yield the modules inside FullyShardedDataParallel, in place of it."""
+    """Yield replacements of each FullyShardedDataParallel by the module inside it."""
     for module in model.modules():
         for name, child in module._modules.items():
             if child is not None and _is_fsdp_wrapper(child):
@@ -87,7 +87,9 @@ def _inside_wrappers(model: nn.Module) -> Iterator[_Entry]:
 
 
 def _whole_parameters(model: nn.Module, *, keep: bool) -> Iterator[_Entry]:
-    """Gather, in all processes, what ``fully_shard`` has sharded; yield it if ``keep`` is True."""
+    """Gather sharded parameters in all processes. Yield replacements of shards by whole parameters if
+    ``keep``, and otherwise by themselves.
+    """
     whole: dict[int, nn.Parameter] = {}  # by id: a parameter that two modules share is gathered once
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -100,7 +102,7 @@ def _whole_parameters(model: nn.Module, *, keep: bool) -> Iterator[_Entry]:
 
 
 def _without_sharding_hooks(model: nn.Module) -> Iterator[_Entry]:
-    """Yield the hooks of modules without those by which ``fully_shard`` gathers and frees parameters."""
+    """Yield replacements of each module's hooks by the same hooks without those of ``fully_shard``."""
     for module in model.modules():
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             hooks = vars(module)[name]

@@ -100,7 +100,7 @@ class _Part:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What a monitor measures of a model; the fields are those of the monitor."""
+    """The measurement of a model for a monitor, with the settings of the monitor as fields."""
 
     model: nn.Module
     probes: Probes
@@ -157,7 +157,7 @@ class Reading:
         return sorted(range(count) if self.layers is None else {index % count for index in self.layers})
 
     def _of_probe(self, step: int, number: int, given: ModelCall) -> Iterator[tuple[int, _Part]]:
-        """Measure all layers at one probe input, sequence by sequence and without padding if it is padded."""
+        """Measure all layers at one probe input. Padded inputs are measured by sequence, without padding."""
         padding = padding_of(given)
         if padding is None:
             yield from self._of_layers((step, number, 0), given, lambda layer, index: None)
@@ -193,7 +193,7 @@ class Reading:
     def _of_layers(
         self, key: tuple[int, int, int], given: ModelCall, compare: _Check
     ) -> Iterator[tuple[int, _Part]]:
-        """Run the model on inputs without padding, and measure its layers, each before the next is read."""
+        """Run the model on inputs without padding, and read and measure its layers one after another."""
         began = time.process_time()
         places = _places(self.model, given)
         shared = (time.process_time() - began) / len(places)
@@ -296,7 +296,7 @@ _OF_EACH = ("value", "lower", "upper", "converged", "iterations")
 
 
 def _places(model: nn.Module, given: ModelCall) -> list[_Place]:
-    """Run the model, and return all its attention layers in the order of their calls, those of hs.nn too."""
+    """Run the model, and return its attention layers, also those of hs.nn, in the order of their calls."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LipschitzAttention)}
     own: dict[str, list[OwnAttention]] = {name: [] for name in layers}
     names: list[str] = []  # of all attention layers in the order of their calls

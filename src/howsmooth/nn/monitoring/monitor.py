@@ -131,8 +131,7 @@ class LipschitzMonitor:
                     self._measurement.check_layers()
 
     def step(self, step: int | None = None) -> list[MonitorRecord]:
-        """Count an optimizer step, and measure the model if the number of steps is a multiple of ``every`` or
-        has passed one since the last call.
+        """Count an optimizer step. Measure the model if the count reaches or passes a multiple of ``every``.
 
         ``step`` is the number of steps so far, by default one more than at the last call. The result has the
         records of this measurement, and is empty if nothing was measured.
@@ -166,7 +165,7 @@ class LipschitzMonitor:
         return rows
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Let each step of an optimizer call :meth:`step`, until ``remove()`` of the result is called."""
+        """Call :meth:`step` after each step of an optimizer, until ``remove()`` of the result is called."""
         known = isinstance(optimizer, torch.optim.Optimizer)
         check(known, "optimizer", "a torch.optim.Optimizer", type(optimizer).__name__)
 

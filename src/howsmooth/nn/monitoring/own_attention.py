@@ -38,7 +38,7 @@ class OwnAttention:
     plain: bool = False
 
     def read(self, scope: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """Return the function that the layer computed in this call, and the tokens (batch, n, d) it got."""
+        """Return the function that the layer computed in this call, and its tokens (batch, n, d)."""
         if scope != "attention":
             raise CaptureError(f"{self} is measured in scope 'attention' only.")
         if self.output is None:
@@ -57,7 +57,9 @@ class OwnAttention:
         return (self.map if self.plain else self._as_called), x
 
     def reproduces(self, padded: OwnAttention, padding: Padding, sequence: int) -> bool:
-        """Return whether this call, without padding, is as a sequence of another call at its real tokens."""
+        """Return whether this call, made without padding, repeats one sequence of the call ``padded``: its
+        real tokens and their outputs agree.
+        """
 
         def same(whole: Tensor | None, alone: Tensor | None) -> bool:
             if whole is None or alone is None or whole.shape[:2] != padding.real.shape:
@@ -74,7 +76,7 @@ class OwnAttention:
         return f"{type(self.module).__name__}{kind}{called}"
 
     def _clipped(self, x: Tensor) -> Tensor:
-        """Return the tokens as the layer clips them; ``x`` itself if it clips none of them."""
+        """Return the tokens after the layer's clipping, or ``x`` itself if no token is clipped."""
         radius = self.module.radius
         if self.module.beyond != "clip" or radius is None:
             return x
@@ -82,14 +84,14 @@ class OwnAttention:
         return self.module.inside_ball(x, radius, x.dtype) if longest > radius else x
 
     def _as_called(self, x: Tensor) -> Tensor:
-        """Apply the layer to other tokens with all other recorded arguments, without gradients of weights."""
+        """Apply the layer to tokens x with the other recorded arguments, without gradients of weights."""
         weights = {name: weight.detach() for name, weight in self.module.named_parameters()}
         given = {**self.arguments, "query": x, "key": None, "value": None, "need_weights": False}
         output: Tensor = torch.func.functional_call(self.module, weights, (), given)[0]
         return output.to(x.dtype)
 
     def bound(self) -> dict[str, float | int]:
-        """Return the fields of a record with the proved bound; none for a layer without a largest norm."""
+        """Return the proved bound as fields of a record. There are none if the layer has no radius."""
         length, radius = self.module.length, self.module.radius
         if radius is None:
             return {}

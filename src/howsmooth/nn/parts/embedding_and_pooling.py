@@ -94,7 +94,7 @@ class PrependToken(_SequenceModule):
         self.token = _drawn(placed, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Put the learned token before the tokens (batch, n, d), with a result (batch, n + 1, d)."""
+        """Put the learned token before tokens (batch, n, d), which gives tokens (batch, n + 1, d)."""
         check_layer_input("x", x, dim=len(self.token), ndim=3, like=self.token)
         return torch.cat([self.token.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
 
@@ -106,7 +106,7 @@ class PrependToken(_SequenceModule):
 
 
 class TakeToken(_SequenceModule):
-    """A 1-Lipschitz module that maps (batch, n, d) to the tokens at ``index``, which may be negative."""
+    """A 1-Lipschitz module that selects the token at ``index``, which may be negative, of each sequence."""
 
     _shown = ("index",)
 
@@ -163,7 +163,7 @@ class ClipTokens(_SequenceModule):
         self.radius = check_number("radius", radius)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale each token of x (..., d) of norm above ``self.radius`` down to this norm."""
+        """Scale each token of x (..., d) whose norm exceeds ``self.radius`` down to this norm."""
         check_layer_input("x", x)
         return x / norm_with_one(x / self.radius, torch.maximum)
 

@@ -1,4 +1,4 @@
-"""Linear maps of orthogonal weights or of spectral norm one, and activations by sorting.
+"""Linear maps with orthogonal weights or of spectral norm one, and activations that sort entries.
 
 The activations are 1-Lipschitz and, unlike ReLU, preserve the norm of every gradient.
 """
@@ -22,7 +22,7 @@ _MAPS = ("matrix_exp", "cayley", "householder")
 
 
 class _ConstrainedLinear(TokenModule):
-    """A linear module whose weight a parametrization of PyTorch keeps orthogonal, or of spectral norm one.
+    """A linear module whose weight is kept orthogonal, or of spectral norm one, by a parametrization.
 
     ``in_features`` and ``out_features`` are the dimensions of the tokens, and ``bias`` says whether a bias is
     added. The reported constant is the spectral norm of the current weight, computed in float64 and rounded
@@ -132,7 +132,7 @@ class SpectralLinear(_ConstrainedLinear):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Set the spectral norm of the weight to 1 up to rounding, by the singular vectors of an SVD."""
+        """Set the spectral norm of the weight to 1, up to rounding, from its singular vectors."""
         chain: Any = self.linear.parametrizations["weight"]  # type: ignore[index]
         estimate = chain[0]
         left, _, right = torch.linalg.svd(chain.original, full_matrices=False)

@@ -26,7 +26,7 @@ __all__ = ["CenterNorm", "LipschitzLayerNorm", "LipschitzRMSNorm", "norm_with_on
 
 
 class _LipschitzNorm(TokenModule):
-    """The base class of norm layers x ↦ Γ φ(Hx) + β of constant ‖ΓH‖ ≤ 1.
+    """The base class of norm layers x ↦ Γ φ(Hx) + β with Lipschitz constant ‖ΓH‖ ≤ 1.
 
     H is the identity or subtracts the mean, φ is a function that subclasses define, β is the learned shift,
     and Γ is the diagonal matrix of the gain that is applied, gain / max(1, max |gain|). ``dim`` is the
@@ -147,7 +147,7 @@ class LipschitzLayerNorm(_SmoothedNorm):
 
 
 class LipschitzRMSNorm(_SmoothedNorm):
-    """:class:`LipschitzLayerNorm` with h = x instead of h = x − mean(x), and without a shift."""
+    """A :class:`LipschitzLayerNorm` that neither subtracts the mean of a token nor adds a shift."""
 
     centred = False
 

@@ -1,4 +1,4 @@
-"""The layers of a penalty, their calls in the last forward pass of a model, and copies that repeat a call."""
+"""Record the calls of a penalty's layers in a forward pass, and repeat them on copies of the layers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LayerCall:
 
     @classmethod
     def of(cls, call: watching.Call) -> LayerCall:
-        """Return the recorded form of a call that is about to begin."""
+        """Record a call that is about to begin."""
         layer, arguments = call.module, call.arguments()
         for key, parameter in inspect.signature(layer.forward).parameters.items():
             named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -72,7 +72,7 @@ class LayerCall:
 
     @property
     def members(self) -> Tensor:
-        """The tokens with the batch as first axis, in float32 for half precision, detached from the graph."""
+        """The tokens, detached, with the batch as first axis. Half precision is converted to float32."""
         return self.by_member(_single(self.tokens)).detach()
 
     def by_member(self, t: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class LayerCall:
         return t.transpose(0, 1) if self.batch_axis == 1 else t
 
     def as_given(self, t: Tensor) -> Tensor:
-        """Undo :meth:`by_member`."""
+        """Move the batch axis back to where the call had it, after :meth:`by_member`."""
         return t[0] if self.batch_axis is None else self.by_member(t)
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class Penalty:
         return f"{type(self).__name__}({model}, {layers} layers, {self._settings}, {attached})"
 
     def attach(self) -> Self:
-        """Start the recording of the inputs of the layers in the forward passes of the model."""
+        """Start to record the inputs of the layers in each forward pass of the model."""
         self._watch.attach()
         if self._projections is not None:
             self._projections.attach()
@@ -207,7 +207,7 @@ class Penalty:
         self._calls.append(LayerCall.of(call))
 
     def _named_calls(self) -> dict[str, LayerCall]:
-        """Return the calls of the last forward pass by the name of the layer; ``name[1]`` is its second."""
+        """Return the calls of the last forward pass by layer. The second call of a layer is ``name[1]``."""
         if not self._calls:
             attached = self._watch.attached
             raise ArgumentError(
@@ -231,7 +231,7 @@ class Penalty:
 
 
 def _chosen_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return the modules of these paths or patterns, by default the innermost whose class is an attention."""
+    """Return the modules of given paths or patterns, by default the innermost attention modules."""
     modules = dict(model.named_modules())
     if layers is None:
         named = {
@@ -257,7 +257,7 @@ def _chosen_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, 
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Tell whether a path fits a pattern, part by part between the dots; an empty path fits none."""
+    """Return whether each part of a dotted path fits that of a pattern. An empty path fits no pattern."""
     parts, patterns = name.split("."), pattern.split(".")
     return bool(name) and len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
@@ -305,7 +305,7 @@ def replica(layer: nn.Module, name: str) -> nn.Module:
 
 @contextmanager
 def drawing_nothing(name: str, device: torch.device) -> Iterator[None]:
-    """Restore the random state at the end, and raise ArgumentError if code inside drew random numbers."""
+    """Restore the random state when the context ends. Raise ArgumentError if it drew random numbers."""
     devices = [device] if device.type == "cuda" else []
 
     def states() -> list[Tensor]:

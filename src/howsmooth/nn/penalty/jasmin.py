@@ -21,7 +21,7 @@ __all__ = ["JasminPenalty", "jasmin"]
 
 
 def _jacobian_bound(probabilities: Float[Tensor, "*rows keys"], k: int = 1) -> Float[Tensor, "*rows"]:
-    """Return g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎) for each row p, where p₍ₖ₎ is its k-th largest entry, or 0.
+    """Return g_k(p) = p₍ₖ₎ (1 − p₍ₖ₎ + p₍ₖ₊₁₎) for each row p. Here p₍ₖ₎ is the k-th largest entry, or 0.
 
     g_1 bounds the norm ‖diag(p) − p pᵀ‖ of the softmax's Jacobian: :func:`howsmooth.bounds.yudin_theorem_3`.
     """
@@ -71,7 +71,7 @@ def jasmin(probabilities: Float[Tensor, "*lead queries keys"], k: int = 0) -> Fl
 
 
 class JasminPenalty(Penalty):
-    """The JaSMin penalty of every attention layer at the current batch, used as :class:`SpectralPenalty`.
+    """The JaSMin penalty of every attention layer at the current batch, used like :class:`SpectralPenalty`.
 
     As there, each layer is run a second time in evaluation mode, without changing the model. Its softmax
     probabilities are intercepted while it runs; ArgumentError is raised if they cannot be read. ``k`` is as

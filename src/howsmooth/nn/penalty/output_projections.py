@@ -50,7 +50,7 @@ class OutputProjections:
             self._watch.attach()
 
     def detach(self) -> None:
-        """End it, and forget the outputs of the last forward pass."""
+        """Stop the tracking, and forget the outputs of the last forward pass."""
         self._watch.detach()
         self._forget()
 
@@ -109,7 +109,6 @@ class _Projected(nn.Module):
         self.layer, self.projection = layer, projection
 
     def forward(self, **given: Any) -> Tensor:
-        """Call the layer with keyword arguments, and return its output after the output projection."""
         output: Tensor = self.projection(first_output(self.layer(**given)))
         return output
 

@@ -36,7 +36,7 @@ class LayerReport:
 
 @dataclass(frozen=True, eq=False)
 class PenaltyReport:
-    """The leading singular values of all layers in one call of a penalty, lower estimates until converged."""
+    """The estimated leading singular values of all layers in one call of a penalty."""
 
     layers: tuple[LayerReport, ...]
     rtol: float
@@ -47,14 +47,14 @@ class PenaltyReport:
         return all(bool(layer.converged.all()) for layer in self.layers)
 
     def constants(self) -> dict[str, float]:
-        """Return the largest singular value of each layer, by name, or NaN where one has not converged."""
+        """Return the largest singular value of each layer by name, or NaN if the layer has not converged."""
         return {
             layer.name: float(layer.value.max()) if bool(layer.converged.all()) else float("nan")
             for layer in self.layers
         }
 
     def table(self) -> pd.DataFrame:
-        """Return a row for each layer: its largest ``residual``, and the number of ``converged`` pairs."""
+        """Return a table with one row for each layer: singular values, residual and converged pairs."""
         rows = [
             {
                 "layer": layer.name,

@@ -1,4 +1,4 @@
-"""The leading singular value of a Jacobian as a differentiable number, with its vectors between two steps.
+"""The leading singular value of a Jacobian with its gradient. Singular vectors are kept for the next step.
 
 For unit vectors u and v that do not depend on the weights θ, d/dθ ⟨u, J_θ v⟩ is the derivative of the
 singular value if (u, v) is its singular pair and the singular value is simple (Hellmann and Feynman). One
@@ -31,7 +31,7 @@ _TWICE = "repeated reverse"  # how a penalty differentiates
 
 
 def lengths(t: Tensor) -> Tensor:
-    """Return the norm of each tensor of a batch, in a shape that divides the batch."""
+    """Return the norm of each tensor of a batch, in a shape that broadcasts with the batch."""
     length: Tensor = t.flatten(1).norm(dim=1)
     return length.view(-1, *(1,) * (t.ndim - 1))
 
@@ -64,7 +64,7 @@ class Directions:
         return {"left": self._left, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the singular vectors and the random generator that :meth:`state_dict` returned."""
         self._left = state["left"]
         self._generator.set_state(state["generator"])
 
@@ -75,7 +75,9 @@ class Directions:
     def recall(
         self, members: int, shape: tuple[int, ...], like: Tensor
     ) -> tuple[Tensor, Bool[Tensor, " members"]]:
-        """Return the stored vectors (members, *shape), zero where there is none, and a mask of these."""
+        """Return the stored vectors (members, *shape), and a mask that is True where none is stored. Vectors
+        are zero there.
+        """
         left = self._left
         if left is not None and tuple(left.shape[1:]) != shape:
             left = self._left = self._relengthened(left, shape)
@@ -96,7 +98,7 @@ class Directions:
         return unit(torch.cat((left, left.square().mean().sqrt() * further), dim=1))
 
     def keep(self, left: Tensor) -> None:
-        """Store singular vectors (members, ...), normalised, but none that is zero or not finite."""
+        """Normalise and store singular vectors (members, ...), except those that are zero or not finite."""
         left = left.detach()
         length = lengths(left)
         good = torch.isfinite(length) & (length > 0)
@@ -161,7 +163,7 @@ class JacobianOperator(LinearOperator):
         return self.among(g).detach()
 
     def among(self, t: Tensor) -> Tensor:
-        """Set the entries of tokens that do not count to zero."""
+        """Set the entries of tokens that do not count, such as padding, to zero."""
         return t if self._real is None else t * self._real.view(*self._real.shape, *(1,) * (t.ndim - 2))
 
     def improved(self, u: Tensor, steps: int) -> Tensor:

@@ -262,7 +262,7 @@ class SpectralPenalty(Penalty):
 
 
 def _gradients(g: Tensor, v: Tensor, shares: Tensor, by: list[Tensor]) -> list[Tensor | None]:
-    """Return the derivatives of Σ_b shares_b ⟨g_b, v_b⟩ over the indices b of the batch by some tensors."""
+    """Return the derivatives of Σ_b shares_b ⟨g_b, v_b⟩ with respect to the tensors ``by``."""
     cotangent = v * shares.view(-1, *(1,) * (v.ndim - 1))
     found: tuple[Tensor | None, ...] = torch.autograd.grad(g, by, cotangent, allow_unused=True)
     return list(found)
@@ -283,13 +283,13 @@ class _Known(torch.autograd.Function):
 
 
 def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor, t: Tensor) -> Tensor:
-    """Apply ``f`` to real tokens of ``t`` and padding of ``x``, and set the outputs at padding to zero."""
+    """Apply ``f`` to the real tokens of ``t`` and the padding of ``x``. Set outputs at padding to zero."""
     y = f(torch.where(real.view(*real.shape, *(1,) * (x.ndim - 2)) > 0, t, x))
     return y * real.view(*real.shape, *(1,) * (y.ndim - 2))
 
 
 def _real(tokens: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return the checked mask of tokens that count, as numbers 1 and 0; None for all tokens."""
+    """Check the mask of tokens that count. Return it as numbers 1 and 0, or None if all tokens count."""
     if tokens is None:
         return None
     got = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__

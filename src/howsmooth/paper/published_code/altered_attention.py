@@ -103,8 +103,8 @@ def _with_attention(f: TokenMap, change: Callable[[SelfAttention], TokenMap]) ->
 
 
 def has_fused_weight(attention: nn.Module) -> bool:
-    """Return True if an attention module keeps W_Q, W_K and W_V in one transposed weight matrix of shape
-    (d, 3d), as GPT-2 does: only there does the published code cut the heads along the wrong axis.
+    """Return whether an attention module keeps W_Q, W_K and W_V in one transposed weight of shape (d, 3d), as
+    GPT-2 does. Only then does the published code cut the heads along the wrong axis.
     """
     # Compare the name of the class: this package does not import transformers.
     weights = [part.weight for part in attention.children() if type(part).__name__ == "Conv1D"]

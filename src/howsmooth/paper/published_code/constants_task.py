@@ -1,5 +1,5 @@
-"""Define the task of a study that computes the published code's values at its sequences: for each layer the
-correct constant (without any item), the constant with each single item, and the constant with all items.
+"""Define the task of measuring a constant with differences between the published code and the definition:
+with no difference (the correct constant), with each one alone, and with all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PublishedTask(SequenceTask):
         return tuple(sorted({layer for layer, *_ in self.missing}))
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Yield the missing rows, those of each layer together."""
+        """Compute the missing rows, and yield those of each layer together."""
         for one in each_if_not_all(self.layers, lambda layers: self._layers(model, layers), self._no_layer):
             if isinstance(one, Failed):
                 yield one
@@ -95,7 +95,7 @@ class PublishedTask(SequenceTask):
 
 
 def published_left(items: Sequence[str] | None) -> Callable[[PreparedStudy], Work]:
-    """Return a function that plans the tasks for the values that the store of a study lacks. ``items`` are
+    """Return a function that lists the tasks of computing a study's missing published values. ``items`` are
     some of ``howsmooth.paper.published_code.ITEMS``; None stands for all that apply to each model.
     """
 
@@ -129,7 +129,6 @@ def published_left(items: Sequence[str] | None) -> Callable[[PreparedStudy], Wor
 def _wanted(
     study: PreparedStudy, subject: Subject, items: Sequence[str] | None
 ) -> Sequence[tuple[int, str, str]]:
-    """List the values to measure on one text, as (layer, quantity, items)."""
     if subject.text.kind != "text":
         raise ArgumentError(
             "as-published",

@@ -42,7 +42,7 @@ _RATES = (
 
 
 class PowerIteration(NamedTuple):
-    """An estimate of ‖J‖, the number of steps, and whether these were ended by the stopping rule."""
+    """An estimate of ‖J‖ by power iteration, the number of steps, and whether the stopping rule ended it."""
 
     value: float
     steps: int
@@ -81,9 +81,11 @@ def power_iteration(
 
 @dataclass(frozen=True, eq=False)
 class PublishedLayer:
-    """One layer of a model as the published code measures it: its attention, the whole block if the layer is
-    post-norm, the dropout rates of the attention weights and of the outputs if there are any, and the tokens
-    (batch, n, d) that the layer receives in training mode, if they were asked for.
+    """One layer of a model, with what is needed to measure it as the published code does.
+
+    ``block`` is the whole block of a post-norm layer, ``rates`` are the dropout rates of attention weights
+    and outputs, and ``training_x`` are the tokens (batch, n, d) that the layer receives in training mode.
+    Each is None if there is none.
     """
 
     attention: Site
@@ -100,8 +102,8 @@ def capture_layers(
     training: bool = True,
     seeds: Sequence[int],
 ) -> list[PublishedLayer]:
-    """Run a model on token ids (batch, n), as :func:`howsmooth.models.capture`, and return its layers as the
-    published code measures them.
+    """Run a model on token ids (batch, n), as :func:`howsmooth.models.capture` does, and return its layers as
+    the published code measures them.
 
     With ``training``, a model with dropout runs once more in training mode, which the item ``dropout`` needs;
     ``seeds`` has a seed for each sequence.
@@ -133,7 +135,7 @@ def capture_layers(
 def _training_tokens(
     model: nn.Module, inputs: Tensor, sites: Sequence[Site], seeds: Sequence[int]
 ) -> list[Tensor]:
-    """Run each sequence with dropout, from its own seed, and return the tokens of each captured layer."""
+    """Run a model with dropout, with a seed for each sequence; return the tokens that enter each layer."""
     seen: dict[str, list[Tensor]] = {site.name: [] for site in sites}
 
     def keep(call: Call) -> None:
@@ -157,7 +159,8 @@ def _training_tokens(
 def items_that_apply(
     layer: PublishedLayer, asked: Iterable[str] | None = None, *, untrained: bool = False
 ) -> tuple[str, ...]:
-    """Return the items that apply to a layer, in the order of ``ITEMS``: some that were asked for, or all.
+    """Return the differences between the published code and the definition (items) that apply to a layer:
+    all, or those in ``asked``. Their order is that of ``ITEMS``.
 
     A model that was built from its configuration, ``untrained``, is in training mode by default, so that the
     item ``dropout`` applies if the model has dropout; to trained models it applies if ``asked`` names it.

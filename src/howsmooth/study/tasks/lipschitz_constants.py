@@ -38,7 +38,7 @@ _TASKS_EACH = 6
 
 
 class _Item(NamedTuple):
-    """One layer or head at one sequence to measure, at place ``slot`` of the batch of the site."""
+    """One constant to measure, of a layer or head at one sequence. ``slot`` is its index in the batch."""
 
     task: ConstantsTask
     site: Any
@@ -53,7 +53,7 @@ class _Item(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ConstantsTask(SequenceTask):
-    """The task of measuring constants at sequences of one length, and those of the ``longer`` tasks."""
+    """The task of measuring constants at sequences of one length or, if tasks were joined, of several."""
 
     longer: tuple[ConstantsTask, ...] = ()
 
@@ -61,17 +61,17 @@ class ConstantsTask(SequenceTask):
 
     @property
     def parts(self) -> tuple[ConstantsTask, ...]:
-        """The tasks of the single lengths, from short to long."""
+        """The task split into one task for each length, from short to long."""
         return (replace(self, longer=()), *self.longer)
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """The number of missing constants that the task measures."""
+        """How many constants the task measures: those that the store does not have yet."""
         return len(self.missing) + sum(part.size for part in self.longer)
 
     @property
     def work(self) -> float:
-        """The work of the task, in a unit of its own."""
+        """An estimate of the work of the task, in arbitrary units."""
         return super().work if not self.longer else sum(part.work for part in self.parts)
 
     @property
@@ -84,8 +84,8 @@ class ConstantsTask(SequenceTask):
         return replace(super().packed(), longer=tuple(part.packed() for part in self.longer))
 
     def computed(self, model: Any) -> Iterator[Found]:
-        """Yield the missing rows, layer by layer. If one call for all sequences of a layer fails, it is tried
-        with fewer. Errors of layers that cannot be captured come last, because they may end the study.
+        """Measure the missing constants, and yield their rows, layer by layer. If measuring a layer at all
+        sequences at once fails, measure fewer at once. Layers that cannot be captured come last, as failures.
         """
         failures: list[Failed] = []
         groups: dict[tuple[int | None, ...], list[_Item]] = {}
@@ -130,8 +130,8 @@ def _measured(items: Sequence[_Item]) -> list[Found]:
 
 
 def _rows(item: _Item, estimate: Any, place: int, seconds: float) -> Iterator[Row]:
-    """Yield the measurement in entry ``place`` of the estimate as a row for the store. For sample 0 of a
-    short sequence, a row with its tokens comes first.
+    """Yield one measurement as a row for the store; ``place`` is its index in the estimate. For sample 0 of a
+    short length, a row with the tokens of the sequence comes first.
     """
     task, site, sample, slot = item
     n = task.n
@@ -220,7 +220,7 @@ def batch_size(heads: int, n: int, dtype: str) -> int:
 
 
 def joined(work: Work, workers: int = 1) -> Work:
-    """Join tasks of one model, input and scope, so that each of the ``workers`` has work to the end."""
+    """Join tasks of one model, input and scope into fewer, but enough to keep all ``workers`` busy."""
     tokens = sum(len(task.starts) * task.n for task in work.tasks if isinstance(task, ConstantsTask))
     each = tokens // (_TASKS_EACH * workers) if workers > 1 else tokens
     groups: list[list[ConstantsTask]] = []

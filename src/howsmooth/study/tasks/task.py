@@ -27,7 +27,7 @@ class Failed:
 
     @classmethod
     def of(cls, error: Exception, kind: type[Row], *places: Sequence[Any]) -> Failed:
-        """Record an error at each of ``places``: first values of PLACE, where None stands for all values."""
+        """Make a row that records an error for each place, such as (model, text), where None means all."""
         told: dict[str, Any] = {
             "kind": type(error).__name__,
             "error": encodable(" ".join(str(error).split())) or "no reason given",
@@ -69,7 +69,7 @@ class Task(ABC):
 
     @property
     def work(self) -> float:
-        """The work of the task, in a unit of its own: its results, each by its number of tokens."""
+        """An estimate of the work of the task, in arbitrary units: results times tokens."""
         return self.size * max(self.n, _SHORT)
 
     @property
@@ -78,7 +78,7 @@ class Task(ABC):
         return self.model
 
     def count(self, rows: Sequence[Row]) -> int:
-        """Return the number of results in the given rows of the task."""
+        """Return how many results of the task the given rows contain."""
         return sum(isinstance(row, self.kind) for row in rows)
 
     def packed(self) -> Self:
@@ -108,7 +108,7 @@ class SequenceTask(Task):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """The number of missing rows that the task computes."""
+        """How many rows the task computes: those that the store does not have yet."""
         return len(self.missing)
 
     @property
@@ -163,13 +163,15 @@ class SequenceTask(Task):
         place: tuple[int | None, int | None] = (None, None),
         samples: Sequence[int | None] = (),
     ) -> Failed:
-        """Record an error of the task, or of one layer and head and some samples of it."""
+        """Record an error of the whole task, or only of one layer or head and some samples."""
         where = (self.model, self.subject.text.name, self.scope, *place, self.n)
         return Failed.of(error, self.kind, *((*where, sample) for sample in samples or self.starts))
 
 
 def each_if_not_all(items: Sequence[Any], take: Any, refused: Any) -> Iterator[Any]:
-    """Yield ``take(items)``, or of halves where it fails, and ``refused(error, item)`` of single items."""
+    """Yield the results of ``take(items)``. If it fails, try each half of the items in the same way; a single
+    item that fails yields ``refused(error, item)``.
+    """
     try:
         found = take(items)
     except Exception as error:

@@ -14,14 +14,14 @@ _MULTIPLICATIONS = 1 << 33
 
 
 def is_small(at: HeadsAt) -> bool:
-    """Whether the whole matrix is formed: its Gram matrix takes at most 2^33 multiplications."""
+    """Return whether the Jacobian can be formed: its Gram matrix takes at most 2^33 multiplications."""
     rows, right = at.outer.shape[0], sum(2 * head.K.shape[0] + head.V.shape[0] for head in at.heads)
     short, long = sorted((at.n * rows, at.n * min(right, at.heads[0].V.shape[1])))
     return short**2 * long <= _MULTIPLICATIONS
 
 
 def by_whole(at: HeadsAt, iterations: int = 0) -> Enclosed:
-    """Bound the norm of the Jacobian by the verified norm of its matrix: exact but for rounding."""
+    """Bound the norm of the Jacobian by forming its matrix. The bound is sharp up to rounding."""
     n = at.n
     factors = [factor for head in at.heads for factor in (head.V, head.K, head.Q)]
     Z = shrink(torch.cat(factors).mT).mT.split([len(factor) for factor in factors])

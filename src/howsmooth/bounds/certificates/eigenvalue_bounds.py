@@ -81,7 +81,7 @@ def dominated(
     *,
     largest: bool = False,
 ) -> Enclosed:
-    """Bound the largest eigenvalue of each matrix O B_i Oᵀ, which is not formed. O must not be zero.
+    """Bound the largest eigenvalue of each matrix O B_i Oᵀ without forming it. O must not be zero.
 
     ``subtract(a, groups)`` subtracts from each matrix of a batch the sum of the B_i of one group; it may
     leave out the upper triangle. ``guess`` estimates the eigenvalues, ``slack`` bounds how much the errors of
@@ -117,10 +117,10 @@ def dominated(
 
 
 def _dominating(outer: Float[Tensor, "rows m"]) -> tuple[Float[Tensor, "m m"], Float[Tensor, ""]]:
-    """Return a matrix N near (OᵀO)⁻¹ and a number near 1.
+    """Return a matrix N near (OᵀO)⁻¹ and a number c near 1, on which the bounds of :func:`dominated` rest.
 
-    If the Cholesky factorisation of t N − B succeeds, the largest eigenvalue of O B Oᵀ is at most the number
-    times t, all rounding of the factorisation included.
+    If the Cholesky factorisation of t N − B succeeds, the largest eigenvalue of O B Oᵀ is at most c t, all
+    rounding of the factorisation included.
     """
     m = outer.shape[1]
     size = outer.abs().amax(0)
@@ -140,7 +140,7 @@ def _dominating(outer: Float[Tensor, "rows m"]) -> tuple[Float[Tensor, "m m"], F
 
 
 def _groups(sizes: list[float], capacity: float) -> list[list[int]]:
-    """Divide the indices of numbers up to ``capacity`` into groups, of which none sums to more than it.
+    """Divide the indices of ``sizes`` into groups, such that no group's sizes sum to more than ``capacity``.
 
     The largest numbers are assigned first.
     """

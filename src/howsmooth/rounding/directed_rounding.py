@@ -1,4 +1,5 @@
-"""The units in which rounding errors of float64 are counted, and numbers moved by more than their errors.
+"""Directed rounding in float64: constants of rounding errors, and functions that move a number up or down by
+more than its error.
 
 Every rounding allowance that the documentation calls proved rests on these assumptions. Numbers are rounded
 to nearest. A computed sum of m products equals Σ a_l b_l (1 + θ_l) with |θ_l| ≤ γ_m, in any order of
@@ -58,8 +59,8 @@ def gamma(m: int) -> float:
 
 
 def above(value: Number, operations: int) -> Number:
-    """Move a number >= 0, or each entry of a float64 tensor of such numbers, up by more than ``operations``
-    roundings.
+    """Round up a number >= 0, or each entry of a float64 tensor of such numbers, by more than the error of
+    ``operations`` roundings.
 
     If ``value`` was computed by so many products, quotients, square roots and sums of exact numbers >= 0,
     what exact arithmetic gives is at most the result: it is at most value / (1 − u)^m ≤ value (1 + γ_m), and
@@ -70,7 +71,8 @@ def above(value: Number, operations: int) -> Number:
 
 
 def below(value: Number, operations: int) -> Number:
-    """Move a number >= 0 down by more than ``operations`` roundings, as :func:`above` moves it up.
+    """Round down a number >= 0 by more than the error of ``operations`` roundings, as :func:`above` rounds
+    up.
 
     What exact arithmetic gives is at least value / (1 + u)^m ≥ value (1 − γ_m).
     """
@@ -78,12 +80,12 @@ def below(value: Number, operations: int) -> Number:
 
 
 def log_above(log: Number) -> Number:
-    """Round up the computed logarithm of a formula: by ``LOG_MARGIN`` and by 32 u of its own size."""
+    """Round up the computed logarithm of a formula, by ``LOG_MARGIN`` and 32 unit roundoffs of its size."""
     return log + _log_allowance(log)
 
 
 def log_below(log: Number) -> Number:
-    """Round down the computed logarithm of a formula: by ``LOG_MARGIN`` and by 32 u of its own size."""
+    """Round down the computed logarithm of a formula, by ``LOG_MARGIN`` and 32 unit roundoffs of its size."""
     return log - _log_allowance(log)
 
 
@@ -96,7 +98,7 @@ def _log_allowance(log: Number) -> Number:
 
 
 def up(errors: Number) -> Number:
-    """Round up a bound on errors.
+    """Round up a bound on errors by the factor 1 + 10^-6.
 
     Bounds on errors are sums and products of numbers >= 0, so that 10^9 roundings change them by 10^-7 at
     most. As they need no more than a few digits, they are moved by 10^-6.
@@ -105,8 +107,8 @@ def up(errors: Number) -> Number:
 
 
 def product_and_error(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the products of the entries of two float64 tensors and their rounding errors: the exact product
-    is the sum of the two, unless it over- or underflows (Dekker, 1971).
+    """Return the products of the entries of two float64 tensors, and their rounding errors. Without over- or
+    underflow, the exact product is the sum of the two (Dekker, 1971).
     """
     (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
     product = a * b
