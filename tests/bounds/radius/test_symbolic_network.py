@@ -204,6 +204,18 @@ def test_one_attention_with_two_masks_is_not_read_as_one() -> None:
     refused(Twice(bias, 2 * bias), "applies one attention twice to the same tokens")
 
 
+def test_a_result_may_stand_twice_in_what_a_map_is_given() -> None:
+    class Doubled(Twice):
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.attention(x, x, x, need_weights=False)[0]
+            return self.head((x + self.both(torch.cat([found, found.flip(-1)], -1))).mean(1))
+
+    model = Doubled()
+    model.both = nn.Linear(8, 4, dtype=torch.float64)
+    network = read_network(model)
+    torch.testing.assert_close(network.logits(x()), model(x()[None])[0])
+
+
 class Clipped(nn.GELU):
     def forward(self, z: Tensor) -> Tensor:
         return super().forward(z).clamp(max=FAR)

@@ -708,10 +708,11 @@ class _Down:
         own = self._found.matrix(self._size, self._columns)
         if self._out is None:
             return own
-        # Each column of ``own`` has one entry: columns are taken and multiplied, which rounds once.
+        # Columns are taken and multiplied, which rounds once; a product of matrices would round more.
         found = own.new_zeros(len(self._out.found.constant), self._size)
-        found[:, self._columns] = self._out.weight()[:, self._found.place] * self._found.factor
-        return found
+        return found.index_add_(
+            1, self._columns, self._out.weight()[:, self._found.place] * self._found.factor
+        )
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
