@@ -27,7 +27,19 @@ __all__ = ["SymbolicTensor", "refused_module", "run_on_symbols"]
 
 # Operations that only rearrange entries, which are done on the numbers of the terms.
 _REARRANGING = {
-    *("alias", "cat", "chunk", "clone", "detach", "expand", "flatten", "index", "index_select", "lift_fresh"),
+    *(
+        "alias",
+        "cat",
+        "chunk",
+        "clone",
+        "detach",
+        "expand",
+        "flatten",
+        "flip",
+        "index",
+        "index_select",
+        "lift_fresh",
+    ),
     *("narrow", "permute", "repeat", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze"),
     *("stack", "t", "transpose", "unbind", "unflatten", "unsafe_split", "unsqueeze", "view", "_unsafe_view"),
     "_reshape_alias",
