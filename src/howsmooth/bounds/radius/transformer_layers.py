@@ -193,7 +193,7 @@ def _gated_tanh(
     form.
     """
 
-    def derivative(order: int) -> Callable[[Tensor], Tensor]:
+    def derivative(order: int) -> _Function:
         def found(z: Tensor) -> Tensor:
             # Taylor coefficients of y = tanh g at z, from y' = (1 − y²) g'.
             slopes = (a + 3 * b * z * z, 3 * b * z, torch.full_like(z, b))
