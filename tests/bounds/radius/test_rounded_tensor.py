@@ -228,10 +228,7 @@ def test_suprema_allow_for_the_rounding_of_the_point(name: str) -> None:
     activation = ACTIVATIONS[name]
     z = torch.linspace(-5, 5, 41, dtype=torch.float64)
     width = torch.full_like(z, 0.1)
-    for largest, function in (
-        (activation.largest_third, activation.third),
-        (activation.largest_fourth, activation.fourth),
-    ):
+    for largest, function in zip(activation.largest[:2], activation.derivatives[3:], strict=True):
         wide = largest(exact(z, 0.3), width)
         assert type(wide) is Tensor
         reached = torch.stack([function(z + s * 0.4) for s in torch.linspace(-1, 1, 81)]).abs().amax(0)

@@ -83,19 +83,13 @@ class RobustRadius:
     timed_out: bool
 
     def __float__(self) -> float:
-        """Return the proved radius."""
         return self.radius
 
     def __str__(self) -> str:
-        """Describe the proved radius, the attack and the largest reduction of the margin in a few
-        sentences.
-        """
         moved = f"token {self.tokens[0]}" if len(self.tokens) == 1 else f"{len(self.tokens)} tokens jointly"
-        attack = (
-            ""
-            if self.attack is None
-            else f", smallest attack found {limit_in_digits(self.attack, 4, upper=True)}"
-        )
+        attack = ""
+        if self.attack is not None:
+            attack = f", smallest attack found {limit_in_digits(self.attack, 4, upper=True)}"
         norm = "l2" if self.norm == 2 else "l∞"
         first = "none" if math.isinf(self.first_order) else f"{self.first_order:.4g}"
         kept = f"class {self.label} does not become {self.rival}"
@@ -334,7 +328,12 @@ class NetworkAtInput:
         )
 
     def _moved(self, tokens: int | Sequence[int] | None) -> list[int]:
-        found = self.reads if tokens is None else _tokens(tokens, len(self.x))
+        if tokens is None:
+            return self.reads
+        n, given = len(self.x), list(tokens) if isinstance(tokens, Sequence) else [tokens]
+        if not given or any(isinstance(t, bool) or not isinstance(t, int) or not -n <= t < n for t in given):
+            raise ArgumentError("tokens", expected=f"indices from {-n} to {n - 1}, or None", got=repr(tokens))
+        found = sorted({t % n for t in given})
         if unread := sorted(set(found) - set(self.reads)):
             raise ArgumentError(
                 "tokens",
@@ -353,10 +352,7 @@ class NetworkAtInput:
         norm: float,
         clock: _Clock,
     ) -> _Weakest:
-        """Return the radius within which all given combinations of logits stay positive.
-
-        Its proof ends with the first of them that may become negative beyond.
-        """
+        """Return the radius within which all given combinations of logits stay positive."""
         weakest: _Weakest | None = None
         first_order = math.inf
         for rival, direction, offset in directions:
@@ -381,10 +377,7 @@ class NetworkAtInput:
 
 
 class _Weakest(NamedTuple):
-    """The radius within which no class overtakes the predicted one, and which class comes nearest.
-
-    ``first_order`` is the smallest radius of all classes if the network were linear.
-    """
+    """The radius within which no class overtakes the predicted one, and the class that comes nearest."""
 
     radius: float
     rival: int | None
@@ -398,10 +391,7 @@ class _OutOfTimeError(Exception):
 
 
 class _Clock:
-    """The time at which a search ends, and the number of its steps.
-
-    ``ended`` says that the search was ended by its time, ``steps`` about how many steps it has.
-    """
+    """The time at which a search ends, whether it was ended by it, and the number of its steps."""
 
     def __init__(self, end: float, steps: int, on_step: Callable[[int, int], None] | None) -> None:
         self.end, self.ended = end, False
@@ -409,11 +399,9 @@ class _Clock:
 
     @property
     def over(self) -> bool:
-        """Whether the time is over."""
         return time.perf_counter() > self.end
 
     def check(self) -> None:
-        """Raise an exception if the time is over, and otherwise count a step."""
         if self.over:
             self.ended = True
             raise _OutOfTimeError
@@ -424,9 +412,7 @@ class _Clock:
 
 
 class _Margin:
-    """A function that returns a lower bound on the margin of a classifier for |δ| ≤ ε, and caches its
-    results.
-    """
+    """A lower bound on the margin for |δ| ≤ ε as a function of ε, which keeps its results."""
 
     def __init__(self, first: FirstDerivatives, order: int, check: Callable[[], None]) -> None:
         self.first, self._kind, self._check = first, SecondOrder if order == 2 else ThirdOrder, check
@@ -437,24 +423,19 @@ class _Margin:
         return self._kind(self.first, self._check)
 
     def __call__(self, epsilon: float) -> Losses:
-        """Return a lower bound on the margin for |δ| ≤ ε, and how much each error term reduces it."""
         if epsilon not in self._found:
             self._found[epsilon] = self._expansion(epsilon)
         return self._found[epsilon]
 
     def curve(self) -> list[tuple[float, float]]:
-        """Return all computed pairs (ε, lower bound on the margin) with a finite bound, in order of
-        increasing ε.
-        """
         return sorted((e, found.lower) for e, found in self._found.items() if math.isfinite(found.lower))
 
 
 def _directions(
     logits: Tensor, target: int | Tensor | None, threshold: float
 ) -> tuple[int | None, list[tuple[int | None, Tensor, float]]]:
-    """Return the predicted class, and the differences of logits that must stay positive for this prediction.
-
-    Each combination comes as the rival class, the factors of the logits, and a constant.
+    """Return the predicted class, and the combinations of logits that must stay positive: the rival class,
+    factors of the logits, and a constant.
     """
     classes = len(logits)
     if isinstance(target, Tensor):
@@ -482,17 +463,23 @@ def _directions(
             "target", expected="a functional, because the model has one logit", got=repr(target)
         )
     label = int(logits.argmax())
+    others = sorted((c for c in range(classes) if c != label), key=lambda c: -float(logits[c]))
+    if target is not None and (isinstance(target, bool) or target not in others):
+        raise ArgumentError(
+            "target",
+            expected=f"one of the other classes {sorted(others)}, or None",
+            got=repr(target),
+            remedy="" if isinstance(target, int) else "A functional of the logits is a torch tensor.",
+        )
+    rivals = others if target is None else [target]
     unit = torch.eye(classes, dtype=logits.dtype)
-    rivals = sorted(_rivals(target, label, classes), key=lambda c: -float(logits[c]))
     return label, [(rival, unit[label] - unit[rival], 0.0) for rival in rivals]
 
 
 def _largest(margin: _Margin, most: float, guess: float) -> float:
-    """Search for the largest ε for which the proved lower bound on the margin is positive, with relative
-    accuracy 0.2 %.
+    """Search from ``guess`` for the largest ε up to ``most`` at which the bound on the margin is positive.
 
-    No ε above ``most`` is tried. The search begins at ``guess`` and ends when the time is over. The bound is
-    positive at the ε that is returned, which is 0 if none was found.
+    The bound is positive at the ε that is returned, which is 0 if none was found before the time was over.
     """
     whole = margin.first.margin
     if whole <= 0 or most <= 0:
@@ -522,11 +509,9 @@ def _largest(margin: _Margin, most: float, guess: float) -> float:
 
 
 class _Tried(NamedTuple):
-    """A radius ε that the search has tried, and 1/√loss at this radius. The loss is the possible reduction of
-    the margin, divided by the margin.
+    """A radius ε that the search has tried, and there 1/√loss, of the loss divided by the margin.
 
-    ``height`` = 1/√loss falls about linearly near the robust radius, where it is 1. It is 0 where the loss is
-    infinite.
+    It falls about linearly near the robust radius, where it is 1, and is 0 where the loss is infinite.
     """
 
     epsilon: float
@@ -534,9 +519,7 @@ class _Tried(NamedTuple):
 
 
 def _expected(proved: list[_Tried], failed: list[_Tried], bisect: bool) -> float:
-    """Estimate the radius from the values of ε that the search has tried. The last entries of ``proved`` and
-    ``failed`` are closest to it.
-    """
+    """Estimate the radius, to which the last entries of ``proved`` and ``failed`` are closest."""
     line = None
     if len(proved) > 1:
         (before, higher), (last, height) = proved[-2:]
@@ -561,9 +544,7 @@ def _expected(proved: list[_Tried], failed: list[_Tried], bisect: bool) -> float
 
 
 def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Network, list[int], Tensor]:
-    """Convert a model to a Network, and return it with the tokens that it reads and all embedded tokens
-    (n, d), all in float64.
-    """
+    """Return a model as a Network, the tokens that it reads and all embedded tokens (n, d), in float64."""
     if isinstance(model, Network):
         x = _embedded_tokens(inputs)
         _check_network(model, x)
@@ -587,18 +568,14 @@ def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Netw
     module = module.to("cpu", torch.float64).eval().requires_grad_(False)
     if isinstance(inputs, Mapping):
         floats = {name for name, t in inputs.items() if isinstance(t, Tensor) and t.is_floating_point()}
-        classifier = Classifier.at(
-            module, {name: t.double() if name in floats else t for name, t in inputs.items()}
-        )
+        given: Any = {name: t.double() if name in floats else t for name, t in inputs.items()}
     else:
-        classifier = Classifier.at(module, _embedded_tokens(inputs))
+        given = _embedded_tokens(inputs)
+    classifier = Classifier.at(module, given)
     return (*classifier.network(), _embedded_tokens(classifier.place.tokens))
 
 
 def _check_network(network: Network, x: Tensor) -> None:
-    """Raise an error if tokens x (n, d) do not have the width of the first layer of a network, or if its
-    logits are not finite there.
-    """
     first = network.stages[0].map
     by_kind = {Norm: "gain", Attention: "query", FeedForward: "up", GatedFeedForward: "up"}
     weight: Tensor = getattr(first, by_kind[type(first)])
@@ -629,26 +606,3 @@ def _embedded_tokens(inputs: object) -> Tensor:
 def _positive(seconds: float | None) -> None:
     if seconds is not None and not seconds > 0:
         raise ArgumentError("seconds", expected="a number > 0, or None", got=repr(seconds))
-
-
-def _tokens(tokens: int | Sequence[int] | None, n: int) -> list[int]:
-    if tokens is None:
-        return list(range(n))
-    given = list(tokens) if isinstance(tokens, Sequence) else [tokens]
-    if not given or any(isinstance(t, bool) or not isinstance(t, int) or not -n <= t < n for t in given):
-        raise ArgumentError("tokens", expected=f"indices from {-n} to {n - 1}, or None", got=repr(tokens))
-    return sorted({t % n for t in given})
-
-
-def _rivals(target: int | None, label: int, classes: int) -> list[int]:
-    others = [c for c in range(classes) if c != label]
-    if target is None:
-        return others
-    if isinstance(target, bool) or target not in others:
-        raise ArgumentError(
-            "target",
-            expected=f"one of the other classes {others}, or None",
-            got=repr(target),
-            remedy="" if isinstance(target, int) else "A functional of the logits is a torch tensor.",
-        )
-    return [target]
