@@ -210,8 +210,8 @@ def word_radii(
         A classifier as for :func:`howsmooth.bounds.robust_radius`, a model of
         :func:`~howsmooth.models.load_model`, or the name or folder of one.
     inputs
-        A text, which gets the tokenizer's special tokens; token ids (n,) or (1, n); embedded tokens (n, d);
-        or a dict of the model's inputs for one sequence.
+        A text, which gets the tokenizer's special tokens; token ids (n,) or (1, n), for a model that takes
+        ``input_ids``; embedded tokens (n, d); or a dict of the model's inputs for one sequence.
     positions
         Which tokens move, counted from 0: an index, a range such as ``"1:3"`` (both ends included), or a list
         of these; -1 is the last. By default all.
@@ -245,7 +245,7 @@ def word_radii(
     ArgumentError, ModelError
         As for :func:`howsmooth.profile`.
     CertificateError
-        If a module of the model has no remainder; the message names it.
+        If the model performs an operation that belongs to no layer of a network; the message names it.
 
     """
     if order not in (2, 3):

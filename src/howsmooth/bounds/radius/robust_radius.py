@@ -138,13 +138,18 @@ def robust_radius(
     Parameters
     ----------
     model
-        A transformers classifier of the kind of BERT, GPT-2, Llama or ViT; a module from tokens (batch, n, d)
-        to logits (batch, classes) whose layers are ``torch.nn.TransformerEncoderLayer``; or a
-        :class:`~howsmooth.bounds.radius.Network`. It is copied to float64 and evaluated without dropout.
+        Any module that computes logits from tokens by softmax attention, feed-forward layers, norms, linear
+        maps and weighted means, such as a transformers classifier, or a module of one's own; or a
+        :class:`~howsmooth.bounds.radius.Network`. It is read from the operations that it performs, not from
+        names. It is copied to float64 and evaluated without dropout. It returns the logits (1, classes),
+        as a tensor, as the first of a tuple, or as the attribute ``logits``.
     inputs
-        The tokens at the first layer's input, such as the outputs of the embedding layer, (n, d) or
-        (1, n, d); or a dict of the model's inputs for one sequence without padding (``input_ids``,
-        ``pixel_values``), which are embedded first. What moves are these embedded tokens.
+        A dict of the model's inputs for one sequence or image (``input_ids``, ``pixel_values``), with which
+        it is called: ``model(**inputs)``. The tokens are computed from the first tensor in it, or from the
+        one that the model's ``main_input_name`` names. What moves are the embedded tokens: the last tensor
+        (1, n, d) before tokens meet. Or these tokens themselves, (n, d) or (1, n, d): a model of
+        transformers has them in this place, another module is called with them, as ``model(tokens)``.
+        A token behind a mask, on which the logits do not depend, cannot be moved.
     tokens
         Which tokens move: an index, several indices (moved jointly), or None for all tokens jointly.
     norm
@@ -182,8 +187,8 @@ def robust_radius(
     NonFiniteError
         If the inputs or the logits are not finite.
     CertificateError
-        If a module of the model has no remainder, or the model does anything else than its stages: each
-        operation from its tokens to its logits is compared.
+        If the model performs an operation, from its embedded tokens to its logits, that belongs to no layer
+        of a network, reads values of the tokens, or branches on them. The message names operation and module.
 
     See Also
     --------
