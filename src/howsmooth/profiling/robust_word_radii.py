@@ -264,9 +264,8 @@ def word_radii(
     how: dict[str, Any] = {"norm": norm, "target": target, "threshold": threshold, "attack": attack}
     how["seed"] = seed
     options = how | {"target": target.tolist() if isinstance(target, Tensor) else target}
-    digest = hashlib.sha256(at.x.numpy().tobytes()).hexdigest()
     # The proof is of the network as it was read; the rest is said beside the radii.
-    read = [at.network.digest(), at.reads, origin["fingerprint"], digest]
+    read = [at.digest(), origin["fingerprint"]]
     content = [version("howsmooth"), read, options, moved if jointly else None]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     file = None if file is None else Path(file)

@@ -420,3 +420,56 @@ def test_an_rms_norm_without_epsilon_has_that_of_the_dtype_it_computes_with(dtyp
 
     found = NetworkAtInput(Last(), x()).network.stages[-1].map
     torch.testing.assert_close(found.value(tiny[None].double())[0], norm(tiny).double(), rtol=1e-2, atol=0)
+
+
+# ---- masks, and attention whose query is no map of the tokens
+
+
+class Pooled(nn.Module):
+    """Attention of one layer's queries, keys and values, in several ways."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, d = kind, {"dtype": torch.float64}
+        self.q, self.k, self.v, self.up, self.head, self.score = (
+            nn.Linear(4, size, **d) for size in (4, 4, 4, 4, 2, 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.kind == "temperature":
+            return self.head((self.score(x) / 2).softmax(1).mT @ v)[:, 0]
+        if self.kind == "turned keys":
+            at = torch.arange(1.0, 4.0, dtype=x.dtype)[:, None]
+            k = k * at.cos() + torch.cat([-k[..., 2:], k[..., :2]], -1) * at.sin()
+            return self.head(nn.functional.scaled_dot_product_attention(self.up.weight[None, :1], k, v))[:, 0]
+        other = torch.tensor([True, True, self.kind == "biased"]).expand(3, 3)
+        if self.kind == "no key":
+            other = torch.zeros(3, 3, dtype=torch.bool)
+        given = torch.where(other, 0.0, -torch.inf).double()
+        if self.kind == "biased":
+            given[:, 1] = 1.0
+        both = [nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask) for mask in (None, given)]
+        one, two = (nn.functional.gelu(self.up(u)) for u in both)
+        return self.head(one - two)[:, 0]
+
+
+@pytest.mark.parametrize("kind", ["masked", "biased", "no key", "turned keys"])
+def test_another_mask_or_bias_is_another_attention(kind: str) -> None:
+    model = Pooled(kind)
+    far = x()
+    # The last token has no weight here; in the reader nothing may depend on that.
+    keys = -400 * model.q(far).detach().mean(0)
+    far[-1] = torch.linalg.solve(model.k.weight.detach(), keys - model.k.bias.detach())
+    match = {"no key": "sees no key", "turned keys": "not maps of the same tokens"}.get(
+        kind, "with other masks"
+    )
+    for tokens in (x(), far):
+        with pytest.raises(CertificateError, match=match):
+            Classifier.at(model.eval().requires_grad_(False), tokens).network()
+
+
+def test_scores_with_a_temperature_are_read() -> None:
+    model = Pooled("temperature")
+    torch.testing.assert_close(read_network(model).logits(x()), model(x()[None])[0])

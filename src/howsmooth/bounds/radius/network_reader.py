@@ -22,7 +22,9 @@ from howsmooth.bounds.radius.network_graph import (
     Part,
     identity,
     linear,
+    product,
     staged,
+    total,
 )
 from howsmooth.bounds.radius.symbolic_terms import PLACES, Terms, constant, entries_of, key_of
 from howsmooth.bounds.radius.transformer_layers import (
@@ -376,14 +378,13 @@ class _Reader:
             raise NotReadError(max(found.numbers, default=0), "combines vectors of several tokens")
         key = (key_of(found.constant), *(part[:2] for part in made), None if out is None else out.key)
         if key not in self._affine:
-            matrices, offset = dict[Node, Tensor](), found.constant.clone()
-            for node, _, weight, bias in made:
-                matrices[node] = matrices[node] + weight() if node in matrices else weight()
-                offset += 0.0 if bias is None else bias()
+            of = {node: [weight() for one, _, weight, _ in made if one is node] for node, *_ in made}
+            matrices = {node: total(*weights) for node, weights in of.items()}
+            offset = total(found.constant, *(bias() for *_, bias in made if bias is not None))
             if out is not None:
                 last = out.weight()
-                matrices = {node: last @ matrix for node, matrix in matrices.items()}
-                offset = last @ offset
+                matrices = {node: product(last, matrix) for node, matrix in matrices.items()}
+                offset = product(last, offset)
             self._affine[key] = Affine(key, matrices, offset)
         return self._affine[key], *rows.pop()
 
@@ -408,15 +409,15 @@ class _Reader:
         close = torch.allclose(shares[:, None] * entries, each, rtol=8e-16, atol=0.0)
         if len(nodes) != 1 or not close or not bool((shares > 0).all()):
             raise NotReadError(number, "combines tokens otherwise than by a mean")
-        (node,), total = nodes, shares.sum() * entries
+        (node,), whole = nodes, shares.sum() * entries
         # A factor of 1/m may be off by its rounding.
-        total = torch.where((total - 1).abs() < 4e-16, 1.0, total)
+        whole = torch.where((whole - 1).abs() < 4e-16, 1.0, whole)
         d, offset = node.length, found.constant
 
         def build(columns: Mapping[Node, int], width: int, before: list[int], after: list[int]) -> Map:
             value, none = (torch.zeros(1, rows, width).double() for rows in (d, 1))
             value[0, :, columns[node] : columns[node] + d] = torch.eye(d).double()
-            rest = (value.new_zeros(1, d), torch.diag(total)[None], offset, torch.tensor([0]))
+            rest = (value.new_zeros(1, d), torch.diag(whole)[None], offset, torch.tensor([0]))
             mean = Attention(none, none[..., 0], none, none[..., 0], value, *rest)
             scores = {_POOLED: shares.log()[None]}
             rows_of_mean = _Rows({_POOLED: tuple(rows)}, scores)
@@ -517,8 +518,6 @@ class _Reader:
                 raise NotReadError(order[0], _TURNS)
         sources = {node for head in heads for affine in head[:3] for node in affine.matrices}
         pools = pooled and not any(node.pooled for node in sources)
-        if pools and any(turn is not None for turn in rows.turns.values()):
-            raise NotReadError(order[0], "has a constant query for keys that are turned")
 
         def build(at: Mapping[Node, int], width: int, before: list[int], after: list[int]) -> Map:
             q, k, v = (
@@ -541,6 +540,8 @@ class _Reader:
     def _head(self, number: int) -> tuple[_Head, dict[int, Tensor | None]]:
         """Return one head of an attention for one row, and the rotations of tokens."""
         _, weights_key, values_key = self.terms[number]
+        if not weights_key:
+            raise NotReadError(number, "has a row that sees no key")
         weights = entries_of(weights_key)
         softmax = int(weights[0]) // PLACES
         kind, *of = self.terms[softmax]
@@ -566,7 +567,9 @@ class _Reader:
             raise NotReadError(softmax, "has scores that are more than products of queries and keys")
         seen, found, pooled = [], None, False
         for entries, value in zip(keys, entries_of(values_key).view(len(weights), -1), strict=True):
-            key, pooled, token, turn = self._turned(entries)
+            # A constant query is not turned, nor are scores that are no products.
+            turned = (*self._once(entries), None) if query is None else self._turned(entries)
+            key, pooled, token, turn = turned
             own, *other = self._once(value)
             same = query is None or pooled == of_tokens
             if other != [pooled, token] or found not in (None, (key.key, own.key)) or not same:
@@ -598,11 +601,9 @@ class _Reader:
         turn, other = (eye if one is None else one for one in (turn, other))
         at = other.abs().argmax()
         factor = float(turn.flatten()[at] / other.flatten()[at]) if turn.shape == other.shape else 0.0
-        # Two factors of one number may differ by their rounding.
+        # Two factors of one number may differ by their rounding. The weights may be wrong by so much.
         first = self._scales.setdefault((query.key, key.key), factor)
-        # The weights may be wrong by so much.
-        close = (turn - first * other).abs().max() <= 8e-16 * turn.abs().max()
-        if abs(factor - first) > 8e-16 * abs(first) or not close:
+        if not (turn - first * other).norm() <= 8e-16 * turn.norm():
             raise NotReadError(number, _TURNS)
         matrices = {node: first * matrix for node, matrix in query.matrices.items()}
         return Affine(("scaled", first, query.key), matrices, first * query.offset)
@@ -642,11 +643,11 @@ class _Reader:
             for picked, whole in self._vectors(one):
                 node, row = self.node(whole)
                 matrix = picked.matrix(len(whole), picked.atom - whole[0])
-                plus(node, row, matrix if before is None else before @ matrix)
+                plus(node, row, matrix if before is None else product(before, matrix))
 
         def plus(node: Node, row: int, matrix: Tensor) -> None:
             rows = matrices.setdefault(node, {})
-            rows[row] = rows[row] + matrix if row in rows else matrix
+            rows[row] = total(rows[row], matrix) if row in rows else matrix
 
         affine_numbers = [number for number in found.numbers if self.terms[number][0] == "linear"]
         add(found.of([number for number in found.numbers if number not in affine_numbers]), None)
@@ -660,7 +661,7 @@ class _Reader:
                 plus(*self.node(operand), out.weight())
             else:
                 add(inner, out.weight())
-            offset += out.bias()
+            offset = total(offset, out.bias())
         return matrices, offset
 
 
@@ -678,7 +679,7 @@ class _Out:
             if torch.equal(self.found.place[order], torch.arange(len(order))):
                 return self._terms.weights(self._at[order])[part]
         unit, columns = self._at.unique(return_inverse=True)
-        return self.found.matrix(len(unit), columns) @ self._terms.weights(unit)[part]
+        return product(self.found.matrix(len(unit), columns), self._terms.weights(unit)[part])
 
     def weight(self) -> Tensor:
         """Return the matrix (outputs, inputs)."""
@@ -688,7 +689,7 @@ class _Out:
         """Return the bias, with what the map makes of constants in its input."""
         found = self._times(1)
         if self._constants is not None and bool(self._constants.any()):
-            found = found + self.weight() @ self._constants
+            found = total(found, product(self.weight(), self._constants))
         return found
 
 

@@ -5,6 +5,7 @@ change its answer.
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,17 +18,17 @@ from torch import Tensor, nn
 
 from howsmooth.bounds.radius.attack import attack_radius
 from howsmooth.bounds.radius.classifier import Classifier
-from howsmooth.bounds.radius.error_propagation import partial_jacobians
+from howsmooth.bounds.radius.error_propagation import PartialJacobians, partial_jacobians
 from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, Losses, SecondOrder, ThirdOrder
 from howsmooth.bounds.radius.transformer_layers import Attention, FeedForward, GatedFeedForward, Norm
-from howsmooth.bounds.radius.transformer_network import Network
+from howsmooth.bounds.radius.transformer_network import Network, with_rounding
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.plain_modules import unwrapped, wrapped_parts
 from howsmooth.rounding import limit_in_digits
 from howsmooth.rounding.rounded_tensor import FUZZ, exact
 from howsmooth.threads import renew_threads, with_fastest_threads
 
-__all__ = ["NetworkAtInput", "RobustRadius", "robust_radius"]
+__all__ = ["NetworkAtInput", "Prepared", "RobustRadius", "robust_radius"]
 
 _MOST_VARIABLES = 256
 _MOST_STEPS = 40
@@ -243,7 +244,27 @@ class NetworkAtInput:
         self.reads: list[int]
         self.network, self.reads, self.x = _network(model, inputs)
         self.logits = self.network.logits(self.x[self.reads])
-        self.jacobians = partial_jacobians(self.network, self.x[self.reads])
+
+    @cached_property
+    def jacobians(self) -> PartialJacobians:
+        """The partial Jacobians of the network at the tokens that it reads."""
+        return partial_jacobians(self.network, self.x[self.reads])
+
+    def digest(self) -> str:
+        """Return a SHA-256 hash of the network as it was read, and of the tokens."""
+        tokens = hashlib.sha256(self.x.numpy().tobytes()).hexdigest()
+        return hashlib.sha256(f"{self.network.digest()} {self.reads} {tokens}".encode()).hexdigest()
+
+    def most_sensitive(self) -> int:
+        """Return the token at which the gradient of the margin to the nearest other class is largest."""
+        best, second = self.logits.topk(2).indices
+
+        def margin(x: Tensor) -> Tensor:
+            logits = self.network.logits(x)
+            return logits[best] - logits[second]
+
+        slopes = torch.func.grad(margin)(self.x[self.reads])
+        return self.reads[int(slopes.norm(dim=1).argmax())]
 
     def radius(
         self,
@@ -364,8 +385,10 @@ class NetworkAtInput:
             if weakest is not None and clock.over:  # a radius counts if it is proved for every class
                 clock.ended = True
                 return weakest._replace(radius=0.0)
-            functional = torch.einsum("c,cnd->nd", exact(direction), exact(self.network.readout))
-            constant = (exact(direction) * exact(self.network.offset)).sum() + offset
+            readout = with_rounding(self.network.readout, constant=False)
+            constants = with_rounding(self.network.offset, constant=True)
+            functional = torch.einsum("c,cnd->nd", exact(direction), readout)
+            constant = (exact(direction) * constants).sum() + offset
             margin = _Margin(
                 FirstDerivatives(self.jacobians, injection, functional, constant), order, clock.check
             )
@@ -562,15 +585,7 @@ def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Netw
             got=type(model).__name__,
             remedy="hs.load_model(name, head=True) loads one by name or folder; hs.word_radii takes a name.",
         )
-    module = copy.deepcopy(unwrapped(module))
-    for parent, name, part in wrapped_parts(module):
-        setattr(parent, name, part)
-    for norm in module.modules():
-        if isinstance(norm, nn.RMSNorm) and norm.eps is None:
-            # PyTorch takes the epsilon of the dtype it computes with, which is float32 for half precision.
-            dtype = torch.float32 if norm.weight is None else norm.weight.dtype
-            norm.eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    module = module.to("cpu", torch.float64).eval().requires_grad_(False)
+    module = module if isinstance(model, Prepared) else Prepared(module).model
     if isinstance(inputs, Mapping):
         floats = {name for name, t in inputs.items() if isinstance(t, Tensor) and t.is_floating_point()}
         given: Any = {name: t.double() if name in floats else t for name, t in inputs.items()}
@@ -578,6 +593,21 @@ def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Netw
         given = _embedded_tokens(inputs)
     classifier = Classifier.at(module, given)
     return (*classifier.network(), _embedded_tokens(classifier.place.tokens))
+
+
+class Prepared:
+    """A copy of a model in float64 and in evaluation mode, without wrappers and gradients."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.model = copy.deepcopy(unwrapped(module))
+        for parent, name, part in wrapped_parts(self.model):
+            setattr(parent, name, part)
+        for norm in self.model.modules():
+            if isinstance(norm, nn.RMSNorm) and norm.eps is None:
+                # PyTorch takes that of the dtype it computes with, which is float32 for half precision.
+                dtype = torch.float32 if norm.weight is None else norm.weight.dtype
+                norm.eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        self.model = self.model.to("cpu", torch.float64).eval().requires_grad_(False)
 
 
 def _check_network(network: Network, x: Tensor) -> None:

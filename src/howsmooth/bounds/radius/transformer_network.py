@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.transformer_layers import ACTIVATIONS, Activation, Attention, Map
-from howsmooth.rounding.rounded_tensor import FUZZ, exact
+from howsmooth.rounding.rounded_tensor import FUZZ, Rounded, exact
 
-__all__ = ["Network", "Stage"]
+__all__ = ["Network", "Stage", "with_rounding"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,10 +103,18 @@ def _add(digest: Any, name: str, value: Any) -> None:
     digest.update(repr((name, value)).encode())
 
 
+def with_rounding(weight: Tensor, constant: bool) -> Rounded:
+    """Return weights with a bound on their rounding errors. That of constants allows for logarithms, and for
+    sums that cancel.
+    """
+    size = float(weight.norm()) + (math.sqrt(weight.numel()) if constant else 0.0)
+    return exact(weight, 2 * FUZZ * size)
+
+
 def _rounded(layer: Any) -> Any:
     parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
     weights = {n: w for n, w in parts.items() if isinstance(w, Tensor) and w.is_floating_point()}
-    return replace(layer, **{n: exact(w, 2 * FUZZ * float(w.norm())) for n, w in weights.items()})
+    return replace(layer, **{n: with_rounding(w, n.endswith("bias")) for n, w in weights.items()})
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 import pandas as pd
 from torch import Tensor
 
-from howsmooth.bounds.radius.robust_radius import NetworkAtInput, in_float64
+from howsmooth.bounds.radius.robust_radius import NetworkAtInput, Prepared
 from howsmooth.errors import ArgumentError
+from howsmooth.models.capture import module_of
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling import model_input
 from howsmooth.profiling.model_input import Inputs, Model
-from howsmooth.profiling.robust_word_radii import WordRadii, kept_rows, keep_row
+from howsmooth.profiling.robust_word_radii import WordRadii, keep_row, kept_rows
 from howsmooth.results.curves import DASHED, SOLID, Curve, Panel, add_legend, draw
 from howsmooth.results.drawing import Figure, styled, titled
 from howsmooth.results.result import Result, made_by
@@ -67,7 +68,9 @@ class CertifiedAccuracy(Result):
         return float(proved.mean()), float((attacks > radius).mean())
 
     def __repr__(self) -> str:
-        lines = [f"Certified accuracy of {self.model} on {len(self.table)} inputs, while {self.moving} moves."]
+        lines = [
+            f"Certified accuracy of {self.model} on {len(self.table)} inputs, while {self.moving} moves."
+        ]
         for share in (0.0, 0.25, 0.5, 0.75):
             radius = float(self.table["radius"].quantile(share)) if share else 0.0
             proved, upper = self.at(radius)
@@ -80,11 +83,11 @@ class CertifiedAccuracy(Result):
         """One line to cite, with the accuracy and the median radius."""
         right, median = self.at(0.0)[0], float(self.table["radius"].median())
         norm = "Euclidean norm" if self.norm == 2 else "largest entry"
+        shared = limit_in_digits(median, 4, upper=False)
         return (
-            f"{self.model} answers {right:.1%} of {len(self.table)} inputs rightly; while {self.moving} moves, "
-            f"half of the answers provably stay right up to {limit_in_digits(median, 4, upper=False)} in the "
-            f"{norm} of the embedded tokens, rounding included; {made_by('torch', 'transformers')}, "
-            f"digest {self.digest}."
+            f"{self.model} answers {right:.1%} of {len(self.table)} inputs rightly. While {self.moving} moves, "
+            f"half of the answers provably stay right up to {shared} in the {norm} of the embedded tokens, "
+            f"rounding included; {made_by('torch', 'transformers')}, digest {self.digest}."
         )
 
     @styled
@@ -150,12 +153,12 @@ def certified_accuracy(
         got = f"{len(labels)} labels for {len(inputs)} inputs"
         raise ArgumentError("labels", expected="one class for each of at least one input", got=got)
     loaded = model_input.loaded_if_named(model, head=True)
-    prepared, origin = in_float64(model_input.module_of(loaded)), None
-    file, rows = None if file is None else Path(file), []
+    prepared = Prepared(module_of(loaded))
+    path, rows = None if file is None else Path(file), list[dict[str, Any]]()
     with model_input.shown_progress(on_input, len(inputs), "input") as told:
         for number, (given, label) in enumerate(zip(inputs, labels, strict=True)):
             told(number, len(inputs))
-            read = given
+            read: Any = given
             if not isinstance(given, Mapping):
                 found = model_input.given_inputs(
                     loaded, given, None, tokenizer, special=True, longest=RADIUS_TOKENS
@@ -166,10 +169,10 @@ def certified_accuracy(
             options = [int(label), jointly, norm, order, attack, seed]
             content = [version("howsmooth"), at.digest(), options]
             key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-            row = next(iter(kept_rows(file, key)), None)
+            row = next(iter(kept_rows(path, key)), None)
             if row is None:
                 row = _row(at, int(label), jointly, norm=norm, order=order, attack=attack, seed=seed)
-                keep_row(file, key, row)
+                keep_row(path, key, row)
             rows.append({"input": number} | row)
         told(len(inputs), len(inputs))
     origin = model_input.GivenInputs(loaded, None, None, "").origin()
@@ -187,7 +190,7 @@ def _row(at: NetworkAtInput, label: int, jointly: bool, **options: Any) -> dict[
     answer = int(at.logits.argmax())
     if not 0 <= label < len(at.logits):
         raise ArgumentError("labels", expected=f"classes from 0 to {len(at.logits) - 1}", got=repr(label))
-    row = {"label": label, "answer": answer, "token": None, "radius": 0.0, "attack": 0.0}
+    row: dict[str, Any] = {"label": label, "answer": answer, "token": None, "radius": 0.0, "attack": 0.0}
     row |= {"order": None, "margin": 0.0, "seconds": 0.0}
     if answer != label:
         return row
