@@ -85,7 +85,7 @@ class CertifiedAccuracy(Result):
         norm = "Euclidean norm" if self.norm == 2 else "largest entry"
         shared = limit_in_digits(median, 4, upper=False)
         return (
-            f"{self.model} answers {right:.1%} of {len(self.table)} inputs rightly. While {self.moving} moves, "
+            f"{self.model} is right on {right:.1%} of {len(self.table)} inputs. While {self.moving} moves, "
             f"half of the answers provably stay right up to {shared} in the {norm} of the embedded tokens, "
             f"rounding included; {made_by('torch', 'transformers')}, digest {self.digest}."
         )
