@@ -12,8 +12,7 @@ from howsmooth.attention import SelfAttention
 from howsmooth.bounds import Head, mean_field_upper_bound
 from howsmooth.bounds.attention_parameters import Parameters, parameters_of
 from howsmooth.bounds.bound import exp
-from howsmooth.dynamics.velocity_fields import positive
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, check_number, check_whole
 from howsmooth.rounding import above, below
 
 __all__ = ["clustering_bound", "finite_context_bound", "log_stability_bound"]
@@ -113,7 +112,7 @@ def log_stability_bound(attention: object, radius: float, time: float) -> float:
 
     """
     head = _plain_head(attention)
-    radius, time = positive("radius", radius), _time(time)
+    radius, time = check_number("radius", radius), _time(time)
     if time == 0:
         return 0.0
     constants = []
@@ -166,9 +165,8 @@ def finite_context_bound(attention: object, radius: float, time: float, atoms: i
     n^{−1/2}; its constants are not used here.
 
     """
-    for name, number in (("atoms", atoms), ("length", length)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ArgumentError(name, expected="a whole number >= 1", got=repr(number))
+    check_whole("atoms", atoms)
+    check_whole("length", length)
     growth = log_stability_bound(attention, radius, time)
     if atoms == 1:
         return 0.0

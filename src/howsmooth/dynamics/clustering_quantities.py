@@ -245,7 +245,6 @@ def _measure(state: State) -> DiscreteMeasure:
 
 
 def _spread(state: State) -> float:
-    """Return the root mean square distance between tokens and their mean."""
     points, logs = _atoms(state)
     weights = logs.exp()
     centred = points - weights @ points
@@ -259,7 +258,6 @@ def _singular_values(state: State) -> Float[Tensor, " k"]:
 
 
 def _atoms(state: object) -> tuple[Float[Tensor, "n d"], Float[Tensor, " n"]]:
-    """Return the tokens or atoms of a state of a flow, and their log-weights, both in float64."""
     if isinstance(state, AbstractMeasure):
         points, weighting = state.weighted_tokens()
         return points.detach().double(), weighting.log_weights.detach().double()
