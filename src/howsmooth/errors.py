@@ -127,7 +127,8 @@ def check_number(
     """
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        # A tensor of several numbers raises RuntimeError.
         number = math.nan
     if isinstance(value, bool | str) or not good(number):
         raise ArgumentError(argument, expected=expected, got=repr(value), remedy=remedy)

@@ -59,8 +59,8 @@ def clustering_bound(beta: float, cosine: float, time: float) -> float:
     of this kind: Geshkovski et al., *A mathematical perspective on Transformers*, 2023.
 
     """
-    beta = _number("beta", beta)
-    cosine = _number("cosine", cosine)
+    beta = check_number("beta", beta, "a finite number", math.isfinite)
+    cosine = check_number("cosine", cosine, "a finite number", math.isfinite)
     if not 0 < cosine <= 1:
         raise ArgumentError(
             "cosine",
@@ -194,18 +194,5 @@ def _plain_head(attention: object) -> Head:
     return parameters.folded(0)
 
 
-def _number(name: str, number: object) -> float:
-    try:
-        found = float(number)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        found = math.nan
-    if isinstance(number, bool | str) or not math.isfinite(found):
-        raise ArgumentError(name, expected="a finite number", got=repr(number))
-    return found
-
-
 def _time(time: object) -> float:
-    found = _number("time", time)
-    if found < 0:
-        raise ArgumentError("time", expected="a finite number >= 0", got=repr(time))
-    return found
+    return check_number("time", time, "a finite number >= 0", lambda number: 0 <= number < math.inf)
