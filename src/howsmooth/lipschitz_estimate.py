@@ -247,7 +247,6 @@ class LipschitzEstimate(_Constants):
 
 
 def _shares(direction: Tensor) -> list[float]:
-    """Return the share of each token in the squared norm of a singular vector of shape (n, d)."""
     squares = direction.double().square().sum(dim=-1)
     total = float(squares.sum())
     shares: list[float] = (squares / total if total > 0 else squares).tolist()

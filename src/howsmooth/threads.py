@@ -40,7 +40,6 @@ class _Choice:
         self.next = math.inf if most == 1 else time.monotonic() + _SHORT
 
     def renew(self) -> None:
-        """Choose the number of threads again if the last choice was long ago."""
         began = time.monotonic()
         if began >= self.next:
             best = fastest(self.most)

@@ -279,10 +279,7 @@ def _counts() -> bool:
 
 
 class _Forward:
-    """A function that replaces the ``forward`` of a module during a watched pass of the model.
-
-    It is made once, because the compiler would take another one for a change of the model.
-    """
+    """Made once for a module: the compiler would take another function for a change of the model."""
 
     forward: Callable[..., Any]
 

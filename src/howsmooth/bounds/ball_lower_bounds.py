@@ -210,7 +210,6 @@ def quadratic_growth(p: Problem) -> Log:
 
 
 def _largest(parameters: Parameters, n: int, points: Iterable[HeavyTokens]) -> Log:
-    """Return the largest of the lower bounds that :func:`log_column_norm` gives at several sequences."""
     return Log(max((log_column_norm(parameters, n, t) for t in points), default=-math.inf))
 
 
@@ -219,14 +218,11 @@ def _folded(p: Problem) -> list[Head]:
 
 
 def _under(p: Problem, masking: Masking) -> Parameters:
-    """Return the parameters of the attention, but with ``masking`` in place of its own mask."""
     return replace(p.parameters, masking=masking, mask=None, window=None, causal=False)
 
 
 def _two_clusters(p: Problem, masking: Masking) -> Log:
-    """Return the larger of two lower bounds at two-cluster inputs: one for the largest real eigenvalue of A,
-    one for the least.
-    """
+    """Return the larger of the bounds for the largest and for the least real eigenvalue of A."""
     both = (two_cluster_points(p.head, p.radius, choice) for choice in ("max", "min"))
     return _largest(_under(p, masking), p.n, (points for points in both if points is not None))
 
@@ -258,11 +254,7 @@ def _log_two_heavy_formula(head: Head, n: int, points: HeavyTokens, *, causal: b
 
 
 def _cesaro_norm(n: int) -> float:
-    """Return a tight lower bound on the spectral norm of the n × n Cesàro matrix.
-
-    This matrix maps a vector to the means of its first 1, 2, …, n entries. For large n the power method is
-    used: each ratio |Px|/|x| is a lower bound.
-    """
+    """Bound the norm of the Cesàro matrix of means of first entries from below, by ratios |Px|/|x|."""
     counts = torch.arange(1, n + 1, dtype=torch.float64)
     few = counts[:_MOST_DENSE_CESARO]
     norm = spectral_norm_below(torch.ones(len(few), len(few), dtype=torch.float64).tril() / few[:, None])
@@ -360,10 +352,7 @@ def _rounding(heads: Sequence[Head], points: HeavyTokens, slope: float) -> float
 
 
 def _log_norm(matrix: Tensor) -> float:
-    """Return the logarithm of the spectral norm of a matrix, rounded down; −inf if it is zero or not finite.
-
-    The rounding of the entries is that of a formula, for which statements make an allowance.
-    """
+    """Return the log of the spectral norm, rounded down; −inf if it is zero or not finite."""
     return log_spectral_norm(matrix, upper=False) if bool(matrix.isfinite().all()) else -math.inf
 
 

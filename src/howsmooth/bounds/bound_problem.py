@@ -262,7 +262,6 @@ def check_side(side: object) -> Side:
 
 
 def _tokens(X: object, attention: Head | Parameters | SelfAttention) -> Float[Tensor, "n d"]:
-    """Convert the argument X, which may be a batch of one, to the tokens (n, d) of one sequence."""
     d = attention.heads[0].d if isinstance(attention, Parameters) else attention.d
     remedy = "Give one sequence of tokens of the attention's dimension."
     if isinstance(X, Tensor) and X.ndim == 3:

@@ -206,7 +206,6 @@ def _quantity_in_words(made: Statement[Any]) -> Quantity:
 
 
 def _documented(made: Statement[T], formula: Callable[[T], Value], prepare: Callable[P, T]) -> str:
-    """Return the public docstring of a bound: the text of its formula, and sections that all bounds share."""
     doc = inspect.cleandoc(prepare.__doc__ or "") + "\n"
     own = dict(re.findall(r"^(\w+)\n((?:    .*\n?)+)", doc, re.MULTILINE))
     heads = "One head" if made.heads == "one" else "Any number of heads"

@@ -34,7 +34,7 @@ from howsmooth.rounding import LEAST_DIVISOR, gamma, product_norms_above, up
 from howsmooth.rounding import spectral_norms_above as norms
 
 __all__ = [
-    "HeadMatrices", "Products", "l2_layer", "lipschitz_norm_layer", "query_key_norm_layer",
+    "HeadMatrices", "Products", "l2_layer", "lipschitz_norm_layer", "query_key_norm_layer", "root",
     "scaled_cosine_layer", "sigmoid_layer", "sinkhorn_layer", "softmax_layer",
 ]  # fmt: skip
 
@@ -149,7 +149,7 @@ class HeadMatrices:
         """Return M(c), an upper bound on ‖Σ_h O_h F_h‖ for all matrices F_h with ‖F_h‖ <= c_h: the root of
         the smaller of the two :meth:`squares`.
         """
-        return _root(torch.minimum(*self.squares(c)))
+        return root(torch.minimum(*self.squares(c)))
 
 
 # ---- softmax attention
@@ -192,7 +192,7 @@ def _of_rows(layer: HeadMatrices, rows: VisibleRows, moved: Tensor, rho: Tensor)
     if rows.kind in ("any", "additive"):
         return bound
     m, total = rows.counts, product_norms_above(layer.output, layer.value.flatten(0, 1))
-    squares = layer.squares(_root(rho - 1 / m))
+    squares = layer.squares(root(rho - 1 / m))
     around_mean = torch.minimum(*(rows.heaviest(total.square() / m + square) for square in squares))
     return torch.minimum(bound, layer.together(moved) + around_mean.sqrt())
 
@@ -323,7 +323,8 @@ def _spread(rows: VisibleRows, p: Tensor) -> Tensor:
     return rows.heaviest(torch.where(rows.counts > 1, p.clamp(max=0.5), 0.0))
 
 
-def _root(square: Tensor) -> Tensor:
+def root(square: Tensor) -> Tensor:
     """Return the square root of each entry, or 0 with derivative 0 where the entry is at most zero."""
+    # The inner where keeps sqrt away from 0, where its infinite derivative would give NaN gradients.
     positive = ~(square <= 0)  # also true for NaN, which an overflow leaves
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)

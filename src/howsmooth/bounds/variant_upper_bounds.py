@@ -18,10 +18,11 @@ from torch import Tensor
 
 from howsmooth.bounds.attention_parameters import as_matrix, norm
 from howsmooth.bounds.ball_upper_bounds import largest_weight
-from howsmooth.bounds.bound import Quantity, check_length, check_number
+from howsmooth.bounds.bound import Quantity, check_length
 from howsmooth.bounds.bound_problem import Problem, for_every_length
 from howsmooth.bounds.catalogue import OURS, statement
 from howsmooth.bounds.log_numbers import Log, maximum, minimum
+from howsmooth.errors import check_number
 
 __all__ = [
     "BY_KEY", "cosine_everywhere", "l2_attention", "l2_attention_upper_bound", "l2_everywhere",
@@ -155,9 +156,16 @@ def of_cosine(
     k = as_matrix("key", key, tuple(q.shape))
     v = as_matrix("value", value, ("value_dim", q.shape[1]))
     remedy = "With eps = 0 the normalisation is not Lipschitz at zero."
-    root = Log.of(check_number("eps", eps, "a finite number > 0", remedy, positive=True)) ** 0.5
-    tau = abs(check_number("temperature", temperature))
-    return Cosine(tau * norm(q), tau * norm(k), norm(v), n, tau, abs(check_number("gain", gain)) / root)
+    root = Log.of(check_number("eps", eps, remedy=remedy)) ** 0.5
+    tau = abs(check_number("temperature", temperature, "a finite number", math.isfinite))
+    return Cosine(
+        tau * norm(q),
+        tau * norm(k),
+        norm(v),
+        n,
+        tau,
+        abs(check_number("gain", gain, "a finite number", math.isfinite)) / root,
+    )
 
 
 @_everywhere(of_cosine, source="Qi et al., LipsFormer, ICLR 2023")
@@ -281,7 +289,7 @@ def of_softmax(inverse_temperature: object) -> float:
         The factor λ; its absolute value is used.
 
     """
-    return abs(check_number("inverse_temperature", inverse_temperature))
+    return abs(check_number("inverse_temperature", inverse_temperature, "a finite number", math.isfinite))
 
 
 @_everywhere(of_softmax, source="Nair, Softmax is 1/2-Lipschitz, 2025")

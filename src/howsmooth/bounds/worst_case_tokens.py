@@ -226,11 +226,7 @@ def _gap(head: Head, w: Tensor, radius: float) -> Tensor:
 
 
 def _starts(head: Head, count: int = 3) -> Tensor:
-    """Return the directions from which the search for the worst light token starts.
-
-    They are unit vectors. Among them are directions where |Aw| is large or ⟨Aw, w⟩ is small, and eigenvectors
-    of A.
-    """
+    """Return unit directions: where |Aw| is large or ⟨Aw, w⟩ small, and eigenvectors of A."""
     # A = left @ right has low rank. Its right singular vectors and the eigenvectors of A + Aᵀ come from small
     # matrices, in orthonormal bases of the spans of the factors.
     q_right, r_right = torch.linalg.qr(head.right.mT)

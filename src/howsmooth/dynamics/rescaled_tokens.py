@@ -182,7 +182,6 @@ def value_matrix(attention: SelfAttention) -> Float[Tensor, "d d"]:
 
 
 def _head_matrices(attention: SelfAttention) -> Float[Tensor, "heads d d"]:
-    """Return the products O_h V_h of the output and value matrices of all heads of an attention layer."""
     f = attention
     if f.sinks is not None:
         raise ArgumentError(

@@ -137,10 +137,7 @@ class FusedDerivative(StreamedDerivative):
         return padded_width(self.k.shape[-1], self.v.shape[-1])
 
     def _split(self, t: Float[Tensor, "heads rows width"]) -> Tensor:
-        """Split a float32 tensor into bfloat16 tensors whose sum approximates it.
-
-        The result has shape (part, head, row, column); columns are padded with zeros.
-        """
+        """Return bfloat16 parts (part, head, row, column) whose sum is nearly t, with padded columns."""
         width = self._width
         out = t.new_empty(self.parts, *t.shape[:-1], width, dtype=torch.bfloat16)
         rest = pad(t, (0, width - t.shape[-1]))

@@ -112,9 +112,7 @@ def _streamed_stages_bytes(f: StagedAttention, n: int, dtype: torch.dtype, devic
 
 
 def _entries(shape: CoreShape) -> tuple[int, int, int, int]:
-    """Return the numbers of entries of the queries, of the keys, of the queries, keys and values together,
-    and of the outputs.
-    """
+    """Return the numbers of entries of the queries, the keys, all projections, and the outputs."""
     heads, kv_heads = shape.lead * shape.heads * shape.m, shape.lead * shape.kv_heads * shape.n
     queries, keys = heads * shape.key_dim, kv_heads * shape.key_dim
     return queries, keys, queries + keys + kv_heads * shape.value_dim, heads * shape.value_dim

@@ -267,7 +267,6 @@ def _through_softmax(w: Tensor, p: Tensor) -> Tensor:
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner products of all rows of ``a`` with all rows of ``b``, in the shape of the scores."""
     # The rows of all query heads of a group form one matrix, so that heads with one key head share a product.
     s: Tensor = (a.flatten(-3, -2) @ b.squeeze(-3).mT).unflatten(-2, a.shape[-3:-1])
     return s

@@ -139,7 +139,6 @@ def sequence_jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) ->
 
 
 def _cut(pairs: Int[Tensor, " pairs"]) -> Iterator[Tensor]:
-    """Yield the pairs (i, j) of tokens in groups of limited size."""
     return iter(pairs.split(_PAIRS) if len(pairs) else ())
 
 
@@ -256,7 +255,6 @@ Blocks = tuple[int, Int[Tensor, " tokens"], Float[Tensor, "tokens d_out d"]]
 def _rows(
     jacobian: LinearOperator, outputs: Int[Tensor, " one"], told: Callable[[float], None]
 ) -> Iterator[Blocks]:
-    """Yield the blocks ∂y_i/∂x_j of a single output token i and all input tokens j, together."""
     width = jacobian.out_shape[-1]
     (i,) = outputs.tolist()
 
@@ -272,7 +270,6 @@ def _rows(
 def _columns(
     jacobian: LinearOperator, outputs: Int[Tensor, " outputs"], told: Callable[[float], None]
 ) -> Iterator[Blocks]:
-    """Yield the blocks ∂y_i/∂x_j of some output tokens i and all input tokens j, one by one."""
     n, d = jacobian.in_shape
 
     def column(c: Tensor) -> Tensor:
@@ -296,11 +293,7 @@ def _products(
     numbers: Int[Tensor, " products"],
     told: Callable[[float], None],
 ) -> Float[Tensor, "products *shape"]:
-    """Compute the columns or rows of a Jacobian that have the given numbers, several at a time if the map
-    allows it.
-
-    ``product`` maps the number of a column or row to it.
-    """
+    """Compute columns or rows of given numbers by ``product``, several at a time if the map allows it."""
     found: list[Tensor] = []
     together = isinstance(jacobian, AutodiffJacobian | Scaled)
     for part in numbers.to(jacobian.device).split(_TOGETHER):

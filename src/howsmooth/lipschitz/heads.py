@@ -95,10 +95,7 @@ def head_lipschitz(
 
 
 def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dict[str, Tensor]:
-    """Measure the local Lipschitz constants of several heads of an attention layer as one batch.
-
-    Return the fields of the estimate by name. The layer is float64.
-    """
+    """Measure several heads of a float64 layer as one batch; return the estimate's fields by name."""
     members = heads.tolist()
     dtypes = (torch.float64,) if x.dtype == torch.float64 else (x.dtype, torch.float64)
     jacobians = heads_jacobians(f, x.double(), members, dtypes)
@@ -126,7 +123,6 @@ class _InTokens(CheckedProducts):
         self.bases = bases
 
     def lifted(self, e: Tensor, members: Tensor | None = None) -> Tensor:
-        """Convert tangents in the coordinates of the subspaces to tangents of the tokens."""
         bases = self.bases if members is None else self.bases[members]
         return e @ bases.mT.to(e.dtype)
 

@@ -107,8 +107,6 @@ def between_gaussians(mu: Gaussian, nu: Gaussian) -> GaussianAnswer:
 
 @dataclass(frozen=True)
 class _Spectrum:
-    """The eigenvalues, in increasing order, and the eigenvectors of the covariance matrix of a Gaussian."""
-
     values: Float[ndarray, " d"]
     vectors: Float[ndarray, "d d"]
 
@@ -138,7 +136,6 @@ class _Spectrum:
         )
 
     def root(self) -> Float[ndarray, "d d"]:
-        """Return the symmetric square root of the covariance matrix."""
         root: ndarray = (self.vectors * np.sqrt(np.maximum(self.values, 0.0))) @ self.vectors.T
         return root
 

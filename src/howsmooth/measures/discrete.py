@@ -205,11 +205,7 @@ class DiscreteMeasure(AbstractMeasure):
         return self._rebuilt(points, Weighting(largest + totals.log(), positions))
 
     def _groups(self, tolerance: float) -> tuple[Int[Tensor, " n"], int]:
-        """Return for each atom the index of the group of atoms with which it will be merged, and the number
-        of groups.
-
-        Groups are numbered in the order of their first atoms.
-        """
+        """Return each atom's group to be merged, numbered by first atoms, and the number of groups."""
         points = self.points.detach().double().cpu()
         if self.positions is not None:
             # The position becomes one more coordinate, scaled so that different positions are further apart
@@ -238,7 +234,6 @@ class DiscreteMeasure(AbstractMeasure):
 
 
 def _first_members(group: Int[Tensor, " n"], count: int) -> Int[Tensor, " groups"]:
-    """Return the index of the first atom of each group of atoms that will be merged."""
     order = torch.arange(len(group), device=group.device)
     return torch.full((count,), len(group), device=group.device).scatter_reduce(0, group, order, "amin")
 
@@ -266,7 +261,6 @@ def _check_points(points: object, name: str = "points") -> Tensor:
 
 
 def _check_vector(name: str, value: object, points: Tensor) -> Tensor:
-    """Return ``value`` after checking that it has one finite number for each atom of a measure."""
     n = points.shape[0]
     if not isinstance(value, Tensor):
         raise ArgumentError(

@@ -213,7 +213,6 @@ def transport_of(
 
 
 def _of_gaussians(mu: Gaussian, nu: Gaussian, p: float, options: Options) -> Transport:
-    """Compute the Wasserstein distance W_2 between two Gaussians by the formula of the Bures distance."""
     if options.method not in ("auto", "bures"):
         raise ArgumentError("method", expected="'auto' or 'bures' for Gaussians", got=repr(options.method))
     if p != 2:
@@ -317,7 +316,6 @@ def _by_log_weights(
 
 
 def _attach(value: Tensor, argument: Tensor, gradient: ndarray) -> Tensor:
-    """Return ``value`` as a tensor whose derivative with respect to ``argument`` is ``gradient``."""
     if not argument.requires_grad:
         return value
     slope = torch.as_tensor(gradient, dtype=torch.float64, device=argument.device)

@@ -179,9 +179,7 @@ class TransportProblem:
 
 
 def _shares(wanted: ndarray, carried: ndarray) -> ndarray:
-    """Return one factor <= 1 for each row (or column) of a transport plan. The factor scales down a row that
-    moves more mass than ``wanted``.
-    """
+    """Return factors <= 1 that scale down rows (or columns) which move more mass than ``wanted``."""
     shares: ndarray = np.minimum(1.0, wanted / np.maximum(carried, TINY))
     return shares
 

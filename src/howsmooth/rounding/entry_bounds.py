@@ -46,7 +46,6 @@ class RoundedEntries(Rounded):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute the result of a PyTorch operation, with bounds on the rounding errors of its entries."""
         operands = args[0] if args and isinstance(args[0], list | tuple) else args
         known = all(isinstance(x, RoundedEntries) or not isinstance(x, Rounded) for x in operands)
         return compute(RULES | _RULES if known else RULES, func, args, kwargs)

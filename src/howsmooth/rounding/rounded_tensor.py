@@ -69,7 +69,6 @@ class Rounded(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute the result of a PyTorch operation, with a bound on its rounding error."""
         return compute(RULES, func, args, kwargs)
 
 
@@ -175,7 +174,6 @@ def frobenius_above(value: Tensor) -> float:
 
 
 def _measures(operand: Any) -> tuple[float, float]:
-    """Return bounds on the Frobenius norm and on the error of an operand, rounded or plain."""
     if isinstance(operand, Rounded):
         return operand.frobenius, operand.error
     size = frobenius_above(operand.double()) if isinstance(operand, Tensor) else abs(operand)
@@ -261,7 +259,6 @@ def _add(func: Any, x: Any, y: Any) -> Any:
 
 
 def _inplace_add(func: Any, x: Any, y: Any) -> Any:
-    """Add y to x in place if x is a rounded tensor, and otherwise return the sum as a new tensor."""
     return _add(torch.Tensor.add_ if isinstance(x, Rounded) else torch.add, x, y)
 
 
@@ -430,22 +427,18 @@ def _masked(func: Any, x: Any, mask: Any, value: Any) -> Any:
 
 
 def _lengths(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return upper bounds on the norms of the exact vectors that a tensor with an error bound approximates.
-    The result is a tensor without error bound.
-    """
+    """Bound the norms of the exact vectors by a plain tensor."""
     more = x.error * STEP + LOST * math.sqrt(x.numel())
     found: Tensor = func(plain(x), *args, **kwargs) * STEP + more
     return found
 
 
 def _amax(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return upper bounds, as a plain tensor, on the exact maxima of a rounded tensor along an axis."""
     found: Tensor = func(plain(x), *args, **kwargs) + x.error * STEP
     return found
 
 
 def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return a property of a rounded tensor, such as its shape, from the plain tensor that it contains."""
     return func(*map(_bare, args), **kwargs)
 
 

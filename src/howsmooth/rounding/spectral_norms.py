@@ -258,10 +258,7 @@ def with_gradient(bounds: Tensor, linear: Tensor) -> Tensor:
 
 
 def _last_eigenvector(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k"]:
-    """Return an eigenvector for the largest eigenvalue of a Gram matrix, faster than ``eigh``.
-
-    The method is inverse iteration.
-    """
+    """Return an eigenvector for the largest eigenvalue by inverse iteration, faster than ``eigh``."""
     largest = torch.linalg.eigvalsh(gram)[-1]
     shift = torch.where(largest > 0, largest * (1 + 4 * len(gram) * torch.finfo(gram.dtype).eps), 1.0)
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)

@@ -167,9 +167,7 @@ def times_power(t: Tensor, exponents: _Exponents) -> Tensor:
 
 
 def _before(product: _Product, vectors: Tensor, made: Tensor) -> tuple[_Exponents, Tensor]:
-    """Choose powers of two by which ``vectors`` are multiplied before a product. Return their exponents and
-    the new product; ``made`` is the product without them.
-    """
+    """Scale ``vectors`` by powers of two. Return the exponents and the product; ``made`` is unscaled."""
     reach = _binary_exponents(vectors.dtype) * 3 // 4
     sizes = _sizes(made)
     wanted = -out_of_range(made)
@@ -204,9 +202,7 @@ def _sizes(t: Tensor) -> np.ndarray:
 
 
 def _ordinary(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the smallest and the largest size of J v, for unit vectors v, at which neither JᵀJ v in the
-    dtype nor its squared length in float64 loses digits.
-    """
+    """Return the range of |J v| in which neither JᵀJ v nor its squared length loses digits."""
     limit = 2.0 ** (_binary_exponents(dtype) // (4 if dtype == torch.float32 else 8))
     return 1.0 / limit, limit
 

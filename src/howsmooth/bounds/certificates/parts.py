@@ -250,7 +250,6 @@ def _diagonal_guesses(
 
 
 def _scaled(parts: Sequence[Tensor]) -> tuple[Tensor, float]:
-    """Divide tensors by their largest absolute entry and stack them in float32. Also return this entry."""
     size = max(float(t.abs().amax()) for t in parts) or 1.0
     return torch.stack([(t / size).float() for t in parts]), size
 

@@ -159,7 +159,6 @@ def certify(
 
 
 def _check(module: nn.Module, path: str) -> None:
-    """Raise an error if a module is in a state in which no Lipschitz constant can be certified."""
     # Only the module's own tensors are checked; its children have their turn.
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     for name, value in own:

@@ -124,7 +124,6 @@ class ScoreStatistics:
         visible: Visibility,
         features: ScoreFeatures = NO_FEATURES,
     ) -> None:
-        """Add the largest logit and the row entropies of a softmax to the statistics, block by block."""
         group, m, n, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2], k.shape[-3]
         q, k = q.flatten(0, -4), k.flatten(0, -3)
         sinks = features.sinks

@@ -79,7 +79,6 @@ def _is_fsdp_wrapper(module: nn.Module | None) -> bool:
 
 
 def _inside_wrappers(model: nn.Module) -> Iterator[_Entry]:
-    """Yield replacements of each FullyShardedDataParallel by the module inside it."""
     for module in model.modules():
         for name, child in module._modules.items():
             if child is not None and _is_fsdp_wrapper(child):
@@ -87,9 +86,7 @@ def _inside_wrappers(model: nn.Module) -> Iterator[_Entry]:
 
 
 def _whole_parameters(model: nn.Module, *, keep: bool) -> Iterator[_Entry]:
-    """Gather sharded parameters in all processes. Yield replacements of shards by whole parameters if
-    ``keep``, and otherwise by themselves.
-    """
+    """Gather sharded parameters; yield whole ones in place of the shards only if ``keep``."""
     whole: dict[int, nn.Parameter] = {}  # by id: a parameter that two modules share is gathered once
     for module in model.modules():
         for name, p in module._parameters.items():

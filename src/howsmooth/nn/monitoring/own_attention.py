@@ -76,7 +76,6 @@ class OwnAttention:
         return f"{type(self.module).__name__}{kind}{called}"
 
     def _clipped(self, x: Tensor) -> Tensor:
-        """Return the tokens after the layer's clipping, or ``x`` itself if no token is clipped."""
         radius = self.module.radius
         if self.module.beyond != "clip" or radius is None:
             return x

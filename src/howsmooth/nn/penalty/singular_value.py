@@ -17,9 +17,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from howsmooth.errors import DerivativeError, NonFiniteError
+from howsmooth.errors import DerivativeError, NonFiniteError, check_whole
 from howsmooth.jacobian.autodiff import as_derivative_errors, one_backend
-from howsmooth.nn.checks import check, check_size
+from howsmooth.nn.checks import check
 from howsmooth.seeds import torch_seed
 from howsmooth.spectral import LinearOperator, lanczos
 
@@ -52,7 +52,7 @@ class Directions:
     """
 
     def __init__(self, seed: int = 0) -> None:
-        check_size("seed", seed, least=0)
+        check_whole("seed", seed, least=0)
         self._generator = torch.Generator().manual_seed(torch_seed(seed))
         self._left: Tensor | None = None
 
