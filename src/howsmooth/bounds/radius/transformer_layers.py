@@ -110,8 +110,8 @@ class Activation(NamedTuple):
     ``kink``, φ is ReLU: its derivatives are those beside 0, and ``largest`` is empty.
     """
 
-    derivatives: tuple[_Function, ...]
-    largest: tuple[_Bound, ...]
+    derivatives: tuple[Callable[[Tensor], Tensor], ...]
+    largest: tuple[Callable[[Tensor, Tensor], Tensor], ...]
     slopes: tuple[float, float, float, float, float]
     kink: bool = False
 
