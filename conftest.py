@@ -164,6 +164,17 @@ def unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let figures be built and files be written, but nothing rendered, which takes most of their time."""
+    from matplotlib.figure import Figure
+
+    def saved(_: Figure, target: Any, **options: Any) -> None:
+        target.write(b"PNG") if hasattr(target, "write") else Path(target).write_bytes(b"PNG")
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+
+
 @pytest.fixture(scope="session")
 def device() -> Iterator[torch.device]:
     """Yield the device of the tests in ``tests/gpu``, whose judge is the CPU in float64.

@@ -17,6 +17,7 @@ from howsmooth.errors import ModelError
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.models.loading.tokenizers import Tokenizer
+from howsmooth.paper import crossover, quadratic_growth, two_diracs, worst_inputs
 from howsmooth.paper.figure_definition import Finding, PaperFigure
 from howsmooth.paper.figure_measurements import models_for, opened_bench
 from howsmooth.paper.plotting import PAPER
@@ -88,6 +89,20 @@ def tiny_library(note: Note = lambda calls: None) -> Iterator[None]:
         patch("howsmooth.models.load_model", load_tiny),
         patch("howsmooth.texts.load_text", lambda name: FakeText(name, TEXT)),
         patch("howsmooth.lipschitz.local_lipschitz", measure),
+    ):
+        yield
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    """Measure at fewer radii and lengths than the figures do, and attack with fewer starts."""
+    effort = {"steps": 1, "random_starts": 0, "atom_restarts": 2, "atom_steps": 5}
+    more = effort | {"steps": 4, "random_starts": 2}
+    with (
+        patch.multiple(worst_inputs, RADII=(), _EFFORT=effort, _OTHER_EFFORT=more),
+        patch.object(two_diracs, "_RADII", (0.8, 1.5, 8.0, 26.5)),
+        patch.object(crossover, "_LENGTHS", (2, 10, *(10**power for power in range(4, 45, 4)))),
+        patch.object(quadratic_growth, "_STRENGTHS", (0.3, 400.0, 3000.0, 20000.0)),
     ):
         yield
 

@@ -175,7 +175,7 @@ def dense_norm(f: Callable[[Tensor], Tensor], x: Tensor, number: int, difference
         with torch.no_grad():
             jacobian = torch.stack([(one(x[number] + e) - one(x[number] - e)) / 2e-5 for e in step], dim=1)
     else:
-        jacobian = torch.autograd.functional.jacobian(one, x[number]).flatten(1)
+        jacobian = torch.autograd.functional.jacobian(one, x[number], vectorize=True).flatten(1)
     return float(torch.linalg.matrix_norm(jacobian, 2))
 
 

@@ -1,20 +1,16 @@
-"""Training with and without a monitor: ``python -m tests._monitored_training FOLDER``.
-
-A process of its own, because the run-time checks of annotations in the test suite draw from Python's
-generator. Prints one JSON object: losses and a checksum of the final weights, for each way of monitoring.
-"""
+"""Training with and without a monitor, in a process of its own."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -127,9 +123,11 @@ def by_trainer(folder: Path, prepare: Callable[[Any], list[Any]], **settings: An
     }
 
 
-def main(folder: Path) -> dict[str, Any]:
+def train_in_all_ways(folder: Path) -> None:
+    """Write losses and a checksum of the final weights, for each way of monitoring, to ``found.json``."""
     from howsmooth.nn import MonitorCallback
 
+    jaxtyping.config.update("jaxtyping_disable", True)  # checks of annotations draw from Python's generator
     found: dict[str, Any] = {way: trained(way) for way in WAYS}
     kept: list[LipschitzMonitor] = []
 
@@ -161,8 +159,4 @@ def main(folder: Path) -> dict[str, Any]:
     rows = {"prepared": kept[-2].records[-2:], "plain": fresh}
     for name, records in rows.items():
         found["mixed precision"][name] = [(row.step, *row.each, row.logit_max) for row in records]
-    return found
-
-
-if __name__ == "__main__":
-    sys.stdout.write("\n" + json.dumps(main(Path(sys.argv[1]))) + "\n")
+    (folder / "found.json").write_text(json.dumps(found))

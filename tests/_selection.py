@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -20,3 +21,9 @@ def others_slow(every: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
         )
         for value in every
     ]
+
+
+def pairs(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """Return all pairs, marked ``slow`` but for one of each of ``first`` with those of ``second`` in turn."""
+    first, second = list(first), list(second)
+    return others_slow(itertools.product(first, second), list(zip(first, itertools.cycle(second))))

@@ -20,73 +20,62 @@ ROOMY = 1 << 50
 LENGTHS = (5, 2, 3, 5, 2, 9)  # from short to long: members 1 and 4, 2, 0 and 3, 5
 
 
-def cut(budget: int = ROOMY, device: str = "cpu") -> list[list[list[int]]]:
-    members = [torch.empty(n, D, dtype=torch.float64, device=device) for n in LENGTHS]
-    return list(batches(random_attention(0), members, budget))
-
-
-def bytes_of(n: int) -> int:
-    """Probabilities, and the two bases of 32 vectors that are counted."""
-    return cached_bytes(random_attention(0), n, torch.float64) + basis_of(n)
+F = random_attention(0)
 
 
 def basis_of(n: int) -> int:
+    """The two bases of 32 vectors that are counted."""
     return n * 2 * D * 8 * batching._EXPECTED_STEPS
 
 
-def test_all_lengths_are_one_operator_where_filling_up_costs_little() -> None:
-    assert cut() == [[[1, 4, 2, 0, 3, 5]]]
+def bytes_of(n: int) -> int:
+    return cached_bytes(F, n, torch.float64) + basis_of(n)
 
 
-def test_without_filling_up_each_length_is_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(batching._FILLED_BYTES, "cpu", 0)
-    assert cut() == [[[1, 4], [2], [0, 3], [5]]]
+def filled(count: int) -> dict[str, Any]:
+    return {"_FILLED_BYTES": {"cpu": count}}
 
 
-def test_filled_are_no_more_bytes_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2, 2 and 3 tokens at the length 3; with one of 5 all of them would be filled up to 5."""
-    at_three = 2 * (bytes_of(3) - bytes_of(2))
-    monkeypatch.setitem(batching._FILLED_BYTES, "cpu", at_three)
-    assert cut() == [[[1, 4, 2], [0, 3], [5]]]
-    monkeypatch.setitem(batching._FILLED_BYTES, "cpu", at_three - 1)
-    assert cut() == [[[1, 4], [2], [0, 3], [5]]]
-    at_five = 2 * (bytes_of(5) - bytes_of(2)) + bytes_of(5) - bytes_of(3)
-    monkeypatch.setitem(batching._FILLED_BYTES, "cpu", at_five)
-    assert cut() == [[[1, 4, 2, 0, 3], [5]]]
+AT_THREE = 2 * (bytes_of(3) - bytes_of(2))  # 2, 2 and 3 tokens at the length 3
+AT_FIVE = 2 * (bytes_of(5) - bytes_of(2)) + bytes_of(5) - bytes_of(3)
+SIX = 6 * cached_bytes(F, 9, torch.float64)
+ELSEWHERE = 8 * 6 * basis_of(9)
+ALL, BY_LENGTH = [[[1, 4, 2, 0, 3, 5]]], [[[1, 4], [2], [0, 3], [5]]]
+CASES: dict[str, tuple[dict[str, Any], int, str, list[list[list[int]]]]] = {
+    "filling up costs little": ({}, ROOMY, "cpu", ALL),
+    "nothing is filled up": (filled(0), ROOMY, "cpu", BY_LENGTH),
+    "two are filled up to 3": (filled(AT_THREE), ROOMY, "cpu", [[[1, 4, 2], [0, 3], [5]]]),
+    "a byte less": (filled(AT_THREE - 1), ROOMY, "cpu", BY_LENGTH),
+    "three are filled up to 5": (filled(AT_FIVE), ROOMY, "cpu", [[[1, 4, 2, 0, 3], [5]]]),
+    "memory for all at length 9": ({}, SIX, "cpu", ALL),
+    "a byte less memory": ({}, SIX - 1, "cpu", [[[1, 4, 2, 0, 3]], [[5]]]),
+    "bases of five": ({"_BASIS_BYTES": 5 * basis_of(5)}, ROOMY, "cpu", [[[1, 4, 2, 0, 3]], [[5]]]),
+    "a byte less of bases": (
+        {"_BASIS_BYTES": 5 * basis_of(5) - 1}, ROOMY, "cpu", [[[1, 4, 2, 0]], [[3, 5]]],
+    ),
+    "bases of lengths that are not filled up": (
+        {**filled(0), "_BASIS_BYTES": 2 * basis_of(2) + basis_of(3) + 2 * basis_of(5)},
+        ROOMY, "cpu", [[[1, 4], [2], [0, 3]], [[5]]],
+    ),
+    "a basis larger than allowed": ({"_BASIS_BYTES": 1}, ROOMY, "cpu", [[[i]] for i in (1, 4, 2, 0, 3, 5)]),
+    "a share of another device": ({"_BASIS_BYTES": 0}, ELSEWHERE, "meta", ALL),
+    "less of another device": ({"_BASIS_BYTES": 0}, ELSEWHERE - 8, "meta", [[[1, 4, 2, 0, 3]], [[5]]]),
+    "nothing is filled up elsewhere": ({"_FILLED_ELSEWHERE": 0}, ROOMY, "meta", BY_LENGTH),
+    "streamed alone": ({"_STREAMED_FROM": 5}, ROOMY, "cpu", [[[1, 4, 2]], [[0]], [[3]], [[5]]]),
+}  # fmt: skip
+"""Limits, memory and device; then which members are measured together, in the order of their operators."""
 
 
-def test_memory_counts_members_at_the_length_that_they_are_filled_up_to() -> None:
-    six = 6 * cached_bytes(random_attention(0), 9, torch.float64)
-    assert cut(six) == [[[1, 4, 2, 0, 3, 5]]]
-    assert cut(six - 1) == [[[1, 4, 2, 0, 3]], [[5]]]
-
-
-def test_bases_of_members_measured_together_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "_BASIS_BYTES", 5 * basis_of(5))
-    assert cut() == [[[1, 4, 2, 0, 3]], [[5]]]
-    monkeypatch.setattr(batching, "_BASIS_BYTES", 5 * basis_of(5) - 1)
-    assert cut() == [[[1, 4, 2, 0]], [[3, 5]]]
-    monkeypatch.setitem(batching._FILLED_BYTES, "cpu", 0)
-    monkeypatch.setattr(batching, "_BASIS_BYTES", 2 * basis_of(2) + basis_of(3) + 2 * basis_of(5))
-    assert cut() == [[[1, 4], [2], [0, 3]], [[5]]]
-
-
-def test_one_whose_basis_is_larger_is_measured_all_the_same(monkeypatch) -> None:
-    monkeypatch.setattr(batching, "_BASIS_BYTES", 1)
-    assert cut() == [[[1]], [[4]], [[2]], [[0]], [[3]], [[5]]]
-
-
-def test_other_devices_fill_up_more_and_keep_bases_in_a_share_of_the_budget(monkeypatch) -> None:
-    monkeypatch.setattr(batching, "_BASIS_BYTES", 0)
-    assert cut(8 * 6 * basis_of(9), "meta") == [[[1, 4, 2, 0, 3, 5]]]
-    assert cut(8 * 6 * basis_of(9) - 8, "meta") == [[[1, 4, 2, 0, 3]], [[5]]]
-    monkeypatch.setattr(batching, "_FILLED_ELSEWHERE", 0)
-    assert cut(device="meta") == [[[1, 4], [2], [0, 3], [5]]]
-
-
-def test_a_sequence_that_is_streamed_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "_STREAMED_FROM", 5)
-    assert cut() == [[[1, 4, 2]], [[0]], [[3]], [[5]]]
+@pytest.mark.parametrize("case", CASES)
+def test_members_are_measured_together_where_they_fit(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, budget, device, expected = CASES[case]
+    for name, value in limits.items():
+        if isinstance(value, dict):
+            monkeypatch.setitem(getattr(batching, name), "cpu", value["cpu"])
+        else:
+            monkeypatch.setattr(batching, name, value)
+    members = [torch.empty(n, D, dtype=torch.float64, device=device) for n in LENGTHS]
+    assert list(batches(F, members, budget)) == expected
 
 
 def test_one_that_is_streamed_stays_alone_where_a_longer_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

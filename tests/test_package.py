@@ -105,25 +105,14 @@ print(*dir(howsmooth))
 """
     seconds, loaded, names = _python(code, tmp_path).splitlines()
     assert float(seconds) < 0.5
-    heavy = {
-        "torch",
-        "transformers",
-        "tokenizers",
-        "matplotlib",
-        "pandas",
-        "sqlite3",
-        "typer",
-        "rich",
-        "jinja2",
-    }
+    heavy = set("torch transformers tokenizers matplotlib pandas sqlite3 typer rich jinja2".split())  # noqa: SIM905
     assert heavy.isdisjoint(loaded.split())
     assert names.split() == sorted([*howsmooth.__all__, "__version__"])
 
 
 def test_an_exception_keeps_its_fields_on_its_way_from_another_process() -> None:
-    argument = NonFiniteError("x", expected="finite numbers", got="NaN", remedy="Look at x.")
     for error in (
-        argument,
+        NonFiniteError("x", expected="finite numbers", got="NaN", remedy="Look at x."),
         CertificateError("0.norm", kind="Norm", reason="has none"),
         ModelError("no such model"),
     ):
@@ -196,72 +185,49 @@ def test_constraints_pin_every_direct_dependency_and_nothing_else() -> None:
 # ---- the rule of who imports whom
 
 
-def _lint_imports(folder: Path, source: Path) -> subprocess.CompletedProcess[str]:
-    program = Path(sys.executable).with_name("lint-imports")
-    return _run([program, "--config", ROOT / "pyproject.toml", "--no-cache"], folder, PYTHONPATH=str(source))
-
-
-def test_import_rule_is_kept(tmp_path: Path) -> None:
-    done = _lint_imports(tmp_path, ROOT / "src")
-    assert done.returncode == 0, done.stdout
-
-
-# Of each contract: a module, an import that it forbids there, as Python and as the report names it.
+# Of each contract: a module, and a line that it forbids there. That they are kept is a step of dev.py.
 VIOLATIONS = {
     "Imports go down only; packages of one level": [
-        ("spectral.scaling", "from howsmooth.attention import TokenMap", "howsmooth.attention"),
-        ("attention.scaled_dot_product", "import howsmooth.spectral", "howsmooth.spectral"),
-        ("errors", "import howsmooth.texts", "howsmooth.texts"),
+        ("spectral/scaling", "from howsmooth.attention import TokenMap"),
+        ("errors", "import howsmooth.texts"),
     ],
-    "Inside models": [("models.tolerance", "import howsmooth.models.capture", "howsmooth.models.capture")],
+    "Inside models": [("models/tolerance", "import howsmooth.models.capture")],
     "transformers, its tokenizers and its hub": [
-        ("study.plans", "from transformers import AutoModel", "transformers"),
-        ("lipschitz.local", "import tokenizers", "tokenizers"),
+        ("study/plans", "from transformers import AutoModel"),
+        ("lipschitz/local", "import tokenizers"),
     ],
-    "matplotlib": [("study.report", "from matplotlib.figure import Figure", "matplotlib")],
-    "Optimal transport": [("spectral.lanczos", "import ot", "ot")],
-    "typer and rich": [("study.measurement_run", "import rich", "rich")],
-    "Dask": [("study.runner", "import distributed", "distributed")],
-    "Bounds share no code": [("bounds.bound", "import howsmooth.spectral", "howsmooth.spectral")],
-    "Figures, tables and report": [
-        ("study.figures", "from howsmooth.lipschitz import local_lipschitz", "howsmooth.lipschitz"),
-        ("study.exponents", "from howsmooth.models import capture", "howsmooth.models.capture"),
-    ],
-    "What the paper's pictures share": [
-        ("paper.plotting", "import howsmooth.lipschitz", "howsmooth.lipschitz")
-    ],
+    "matplotlib": [("study/report", "from matplotlib.figure import Figure")],
+    "Optimal transport": [("spectral/lanczos", "import ot")],
+    "typer and rich": [("study/measurement_run", "import rich")],
+    "Dask": [("study/runner", "import distributed")],
+    "Bounds share no code": [("bounds/bound", "import howsmooth.spectral")],
+    "Figures, tables and report": [("study/figures", "from howsmooth.lipschitz import local_lipschitz")],
+    "What the paper's pictures share": [("paper/plotting", "import howsmooth.lipschitz")],
 }
 
 
-def _copied_with(changes: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Check the rule on a copy of the package in which lines are added to modules."""
-    copy = folder / "src" / "howsmooth"
-    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__"))
-    for module, line in changes.items():
-        with (copy / f"{module.replace('.', '/')}.py").open("a", encoding="utf-8") as file:
-            file.write(f"\n{line}\n")
-    return _lint_imports(folder, folder / "src")
-
-
 def test_import_rule_catches_violations_of_every_contract(tmp_path: Path) -> None:
-    contracts = [one["name"] for one in PROJECT["tool"]["importlinter"]["contracts"]]
-    assert len(contracts) == len(VIOLATIONS)
-    changes = {module: line for cases in VIOLATIONS.values() for module, line, _ in cases}
-    done = _copied_with(changes, tmp_path)
+    copy = tmp_path / "src" / "howsmooth"
+    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__"))
+    for cases in VIOLATIONS.values():
+        for module, line in cases:
+            with (copy / f"{module}.py").open("a", encoding="utf-8") as file:
+                file.write(f"\n{line}\n")
+    (copy / "newcomer.py").touch()  # which has no level
+    program = Path(sys.executable).with_name("lint-imports")
+    command = [program, "--config", ROOT / "pyproject.toml", "--no-cache"]
+    done = _run(command, tmp_path, PYTHONPATH=str(tmp_path / "src"))
     assert done.returncode == 1, done.stdout
     told = " ".join(done.stdout.split())
+    contracts = [one["name"] for one in PROJECT["tool"]["importlinter"]["contracts"]]
+    assert len(contracts) == len(VIOLATIONS)
     for start, cases in VIOLATIONS.items():
         (name,) = [name for name in contracts if name.startswith(start)]
         assert f"{name} BROKEN" in told, done.stdout
-        for module, _, imported in cases:
-            assert re.search(rf"howsmooth\.{module} -> {imported}\b", told), (module, done.stdout)
-
-
-def test_import_rule_catches_a_module_that_has_no_level(tmp_path: Path) -> None:
-    done = _copied_with({"newcomer": ""}, tmp_path)
-    assert done.returncode == 1, done.stdout
-    assert "Imports go down only; packages of one level do not know each other BROKEN" in done.stdout
-    assert "newcomer" in done.stdout
+        for module, line in cases:
+            imported = line.split()[1].replace("matplotlib.figure", "matplotlib")
+            assert re.search(rf"howsmooth\.{module.replace('/', '.')} -> {imported}\b", told), done.stdout
+    assert "newcomer" in told
 
 
 # ---- what is said about the package
@@ -279,13 +245,6 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     command = "python3 dev.py test"
     assert f"\n{command} " in (ROOT / "README.md").read_text(encoding="utf-8")
     assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-
-
-def test_links_of_the_readme_lead_somewhere() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 # ---- wheel and sdist
@@ -358,21 +317,3 @@ def test_wheel_runs_outside_the_repository(installed: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "out" / "measurements.csv").read_text().splitlines()) == 1 + 4
     assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
-
-
-# The file that a first example of the help names.
-_STUDY = 'models = ["builtin-encoder"]\ntexts = ["alice"]\nlengths = [4]\nsamples = 2\nlayers = [0]\n'
-
-
-@pytest.mark.slow
-# Not reproduce: its first example draws every figure of the paper.
-@pytest.mark.parametrize("name", ["measure", "bound", "inspect"])
-def test_the_first_example_of_the_help_runs(installed: Path, tmp_path: Path, name: str) -> None:
-    plain = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
-    shown = _run([installed / "howsmooth", name, "--help"], tmp_path, **plain).stdout
-    example = re.search(rf"Examples:.*?^ +howsmooth ({name} .*?) *$", shown, re.DOTALL | re.MULTILINE)
-    assert example is not None, shown
-    (tmp_path / "sweep.toml").write_text(_STUDY)
-    done = _run([installed / "howsmooth", *example[1].split()], tmp_path, **plain)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout

@@ -70,20 +70,19 @@ def test_a_choice_is_renewed_and_the_users_number_comes_back(machine: dict[int, 
     assert torch.get_num_threads() == 4
 
 
-@pytest.mark.parametrize("command", ["profile", "measure"])
 def test_a_command_says_the_number_that_is_not_the_users(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("howsmooth.threads.fastest", lambda most: 1)
     monkeypatch.setattr("howsmooth.threads._SHORT", 0.0)
-    of = {"profile": ["--span", "0:4"], "measure": ["--lengths", "4", "--samples", "1"]}
-    typed = [command, "builtin-encoder", "--layers", "0", *of[command], "--out", str(tmp_path)]
-    assert main(typed) == 0
-    out, err = capsys.readouterr()
-    said = "(computed with 1 of 4 threads, the fastest here)\n"
-    assert err.count(said) == 1
-    assert "threads" not in out
-    assert main([*typed[:-2], "--threads", "4", "--seed", "1", "--out", str(tmp_path / "other")]) == 0
+    for command, words in (("profile", "--span 0:4"), ("measure", "--lengths 4 --samples 1 --bounds none")):
+        words += f" --layers 0 --out {tmp_path / command}"
+        typed = [command, "builtin-encoder", *words.split()]
+        assert main(typed) == 0
+        out, err = capsys.readouterr()
+        assert err.count("(computed with 1 of 4 threads, the fastest here)\n") == 1
+        assert "threads" not in out
+    assert main([*typed[:-1], str(tmp_path / "other"), "--threads", "4", "--seed", "1"]) == 0
     assert "computed with" not in capsys.readouterr().err
 
 

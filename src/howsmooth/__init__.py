@@ -44,11 +44,13 @@ if TYPE_CHECKING:
     from howsmooth.lipschitz import LipschitzEstimate, LipschitzEstimates, local_lipschitz
     from howsmooth.models import Site, capture, load_model
     from howsmooth.profiling import (
+        CertifiedAccuracy,
         DepthProfile,
         Influence,
         Precision,
         Profile,
         WordRadii,
+        certified_accuracy,
         depth_profile,
         influence,
         precision,
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 __version__ = metadata.version("howsmooth")
 
 __all__ = [
+    "CertifiedAccuracy",
     "Compose",
     "DepthProfile",
     "HowsmoothError",
@@ -82,6 +85,7 @@ __all__ = [
     "attention",
     "bounds",
     "capture",
+    "certified_accuracy",
     "depth_profile",
     "dynamics",
     "errors",
@@ -123,11 +127,13 @@ _ROOMS = {
     ),
     "models": ("Site", "capture", "load_model"),
     "profiling": (
+        "CertifiedAccuracy",
         "DepthProfile",
         "Influence",
         "Precision",
         "Profile",
         "WordRadii",
+        "certified_accuracy",
         "depth_profile",
         "influence",
         "precision",

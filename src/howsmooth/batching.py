@@ -133,9 +133,7 @@ def are_measured_together(f: object, g: object) -> bool:
 
 
 def _covers(a: object, b: object) -> bool:
-    """Return True if ``a`` is known to equal ``b`` wherever ``b`` is defined. Both are maps of tokens or
-    parameters of such maps. Longer tables of rotary positions, for example, may replace shorter ones.
-    """
+    """Return True if ``a`` equals ``b`` where ``b`` is defined: longer rotary tables cover shorter ones."""
     if type(a) is not type(b):
         return False
     if a is b:
@@ -217,8 +215,5 @@ def _least_streamed(double: TokenMap, x: Tensor) -> int:
 
 
 def _widened(x: Tensor) -> Tensor:
-    """Return a float64 tensor with the shape of ``x`` that stores a single number (all strides are zero).
-
-    It serves to predict the memory of a computation in float64.
-    """
+    """Return a float64 tensor of x's shape with strides zero, to predict memory in float64."""
     return x.new_empty((), dtype=torch.float64).expand(x.shape)

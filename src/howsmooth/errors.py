@@ -1,4 +1,4 @@
-"""The exception classes of howsmooth.
+"""The exception classes of howsmooth, and the checks of numbers that raise them.
 
 All of them derive from :class:`HowsmoothError`, so a caller can catch the library's errors and nothing
 else. The command line prints each as one sentence and ends with exit code 2.
@@ -7,13 +7,15 @@ else. The command line prints each as one sentence and ends with exit code 2.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 __all__ = [
     "ArgumentError", "CaptureError", "CertificateError", "DerivativeError", "HowsmoothError", "ModelError",
-    "NonFiniteError", "StoreError", "TextError", "WorkerError", "reason", "similar_name",
+    "NonFiniteError", "StoreError", "TextError", "WorkerError", "check_number", "check_whole", "reason",
+    "similar_name",
 ]  # fmt: skip
 
 
@@ -21,11 +23,7 @@ class HowsmoothError(Exception):
     """The base class of all exceptions that howsmooth raises on purpose."""
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Return what pickle needs to restore an exception with all its fields in another process.
-
-        The fields are the arguments of the class. Without this method, unpickling would call the class with
-        the message alone.
-        """
+        """Return the arguments of the class: unpickling would call it with the message alone."""
         fields = {name: value for name, value in vars(self).items() if name != "__notes__"}
         return (partial(type(self), **fields), ()) if fields else super().__reduce__()
 
@@ -107,9 +105,34 @@ class StoreError(HowsmoothError):
 
 
 class WorkerError(HowsmoothError):
-    """Raised when a worker process of a study is lost, cannot be reached, or runs another version of
-    howsmooth.
+    """Raised when a worker process of a study is lost or unreachable, or runs another howsmooth version."""
+
+
+def check_whole(argument: str, value: object, *, least: int = 1) -> int:
+    """Return ``value`` after checking that it is an int >= ``least``; raise ArgumentError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(argument, expected=f"a whole number >= {least}", got=repr(value))
+    return value
+
+
+def check_number(
+    argument: str,
+    value: object,
+    expected: str = "a finite number > 0",
+    good: Callable[[float], bool] = lambda number: 0 < number < math.inf,
+    remedy: str = "",
+) -> float:
+    """Return ``value`` as a float after checking that it is a number for which ``good`` is true; raise
+    ArgumentError otherwise.
     """
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        # A tensor of several numbers raises RuntimeError.
+        number = math.nan
+    if isinstance(value, bool | str) or not good(number):
+        raise ArgumentError(argument, expected=expected, got=repr(value), remedy=remedy)
+    return number
 
 
 def similar_name(given: str, known: Iterable[str]) -> str:

@@ -115,5 +115,4 @@ def replace_file(path: str | os.PathLike[str], content: str) -> None:
 
 
 def _partial(path: Path) -> Path:
-    """Return the path of the incomplete file that is written before it replaces the file at ``path``."""
     return path.with_name(f".{path.name}.partial")

@@ -38,7 +38,6 @@ class WithoutDowncast(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch function after replacing every floating dtype among its arguments by float64."""
         kwargs = kwargs or {}
         if func in _METHODS:
             return _METHODS[func](*args, **kwargs)
@@ -62,9 +61,7 @@ def _widened(value: Any) -> Any:
 
 
 def _like_wide_tensors(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Rewrite the arguments of ``tensor.to(other)``. Instead of the tensor ``other``, they name its device
-    and its dtype, or float64 if that is narrower.
-    """
+    """In ``tensor.to(other)`` name the device and dtype of ``other``, or float64 if that is narrower."""
     given = args[1] if len(args) > 1 else kwargs.get("tensor", kwargs.get("other"))
     if not isinstance(given, Tensor):
         return args, kwargs

@@ -61,9 +61,7 @@ class _Constants(Result):
 
     @property
     def remedy(self) -> str:
-        """Advice on what to do if the interval of some constant is too wide, or an empty string if all
-        intervals are narrow enough.
-        """
+        """Advice on what to do if some interval is too wide, or an empty string if none is."""
         missed = int((~self.converged).sum())
         if not missed:
             return ""
@@ -249,7 +247,6 @@ class LipschitzEstimate(_Constants):
 
 
 def _shares(direction: Tensor) -> list[float]:
-    """Return the share of each token in the squared norm of a singular vector of shape (n, d)."""
     squares = direction.double().square().sum(dim=-1)
     total = float(squares.sum())
     shares: list[float] = (squares / total if total > 0 else squares).tolist()

@@ -68,9 +68,7 @@ def _free_in_system() -> int:
 
 
 def _free_in_control_group() -> int | None:
-    """Return the number of bytes left under the memory limit of the container, or None if no limit
-    is known.
-    """
+    """Return how many bytes the memory limit of the container leaves, or None if no limit is known."""
     # The first row names the files of control groups version 2, the second those of version 1.
     for limit, used, files in (
         ("memory.max", "memory.current", "inactive_file"),

@@ -174,9 +174,7 @@ def check_positions(lengths: Collection[int], most: int, label: str) -> None:
 
 
 def _with_config(folder: Path) -> Path | None:
-    """Return the folder that holds config.json, or None if there is none. It is the given folder or, for
-    sentence-transformers, one inside it.
-    """
+    """Return the given folder or, for sentence-transformers, one inside it with config.json, or None."""
     inside = []
     if not (folder / "config.json").is_file() and (folder / "modules.json").is_file():
         try:

@@ -13,8 +13,8 @@ __all__ = ["quick_imports"]
 @contextmanager
 def quick_imports() -> Iterator[None]:
     """Switch garbage collection off in a ``with`` block of imports, which make a million new objects and no
-    garbage. Later collections leave these objects out. Nothing changes if PyTorch is imported already,
-    because what a user has made there may become garbage.
+    garbage. Later collections leave these objects out. If PyTorch is imported already, nothing changes:
+    objects of the user may become garbage.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield

@@ -40,7 +40,6 @@ class _Choice:
         self.next = math.inf if most == 1 else time.monotonic() + _SHORT
 
     def renew(self) -> None:
-        """Choose the number of threads again if the last choice was long ago."""
         began = time.monotonic()
         if began >= self.next:
             best = fastest(self.most)
@@ -50,9 +49,7 @@ class _Choice:
 
     @property
     def words(self) -> str:
-        """A phrase with the numbers of threads that were chosen, or an empty string if only the user's own
-        number was used.
-        """
+        """A phrase with the chosen numbers of threads, empty if only the user's number was used."""
         if self.taken <= {self.most}:
             return ""
         numbers = " to ".join(map(str, sorted({min(self.taken), max(self.taken)})))

@@ -18,9 +18,7 @@ _fitted: dict[object, int] = {}
 
 @dataclass(frozen=True)
 class TileSize:
-    """The numbers of query rows and keys in a tile of a Triton kernel, and of its warps and pipeline
-    stages.
-    """
+    """The numbers of query rows and keys in a tile of a Triton kernel, and of warps and pipeline stages."""
 
     rows: int
     keys: int

@@ -85,7 +85,7 @@ class Call:
         self.versions = {id(v): v._version for v in self._tensors()}
 
     def unchanged(self) -> bool:
-        """Return True if no argument was changed in place since :meth:`keep`, by PyTorch's counters."""
+        """Return True if PyTorch's counters show that no argument was changed in place since :meth:`keep`."""
         return all(self.versions.get(id(v), v._version) == v._version for v in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
@@ -111,7 +111,7 @@ def watched(
 
 
 class _Watcher:
-    """The functions that replace, on a watched module, the two by which PyTorch calls the module."""
+    """Replacements for ``forward`` and ``_call_impl``, by which PyTorch calls a watched module."""
 
     def __init__(
         self, name: str, module: nn.Module, starts: Callable[[Call], None], ends: Callable[[Call], None]
@@ -279,10 +279,7 @@ def _counts() -> bool:
 
 
 class _Forward:
-    """A function that replaces the ``forward`` of a module during a watched pass of the model.
-
-    It is made once, because the compiler would take another one for a change of the model.
-    """
+    """Made once for a module: the compiler would take another function for a change of the model."""
 
     forward: Callable[..., Any]
 

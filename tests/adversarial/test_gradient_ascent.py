@@ -22,6 +22,7 @@ from tests._cases import CASES, D, dense_jacobian, random_attention, rotary, tok
 from tests._selection import others_slow
 
 QUICK = {"steps": 6, "atom_restarts": 4, "atom_steps": 16}
+FEW = {"steps": 3, "atom_restarts": 2, "atom_steps": 8}
 
 
 def head_of(seed: int, **keywords: object) -> hs.SelfAttention:
@@ -150,7 +151,7 @@ def test_from_random_starts_alone_it_climbs():
 
 def test_rotary_positions_and_wider_scopes():
     for f in (random_attention(40, rotary=rotary(6, 4)), CASES["residual"](6), CASES["pre-norm"](6)):
-        ascent = ascend(f, 6, 1.2, **QUICK | {"steps": 4}, random_starts=1)
+        ascent = ascend(f, 6, 1.2, **FEW, random_starts=1)
         assert ascent.value >= ascent.history.value.max() * (1 - 1e-3)
         assert ascent.x.shape == (6, D)
 
@@ -161,7 +162,7 @@ OTHER_SCORES = ["score bias", "softcap", "sinks", "norms of queries and keys, ro
 @pytest.mark.parametrize("name", others_slow(OTHER_SCORES, ["score bias", OTHER_SCORES[-1]]))
 def test_other_scores_are_climbed_between_their_starts_and_their_bound(name):
     f = CASES[name](5)
-    found = ascend(f, 5, 2.0, random_starts=2, steps=15)
+    found = ascend(f, 5, 2.0, random_starts=2, steps=8)
     first = found.history[found.history["step"] == 0]
     assert found.value > float(first["value"].max()) * 1.01
     assert found.value == pytest.approx(float(true_norm(f, found.x[None])[0]), rel=2e-4)
@@ -172,7 +173,7 @@ def test_other_scores_are_climbed_between_their_starts_and_their_bound(name):
 def test_the_constant_that_is_found_does_not_fall_with_the_length_of_a_causal_sequence():
     # At this radius softmax is saturated at random tokens, from which a search alone finds less at 16 tokens.
     f = head_of(3, causal=True, rotary=rotary(32, 4))
-    effort = {"random_starts": 1, "steps": 12}
+    effort = {"random_starts": 1, "steps": 6}
     short, long = (adversarial.ascend(f, n, 60.0, **effort) for n in (8, 16))
     assert long.value >= short.value * (1 - 1e-3)
     assert "first 8 tokens" in set(long.history["start"])
@@ -192,7 +193,7 @@ def test_a_token_near_zero_is_a_start_where_queries_have_a_norm():
 def test_the_norm_layer_as_domain():
     norm = hs.LayerNorm(tokens(41, D).abs(), tokens(42, D), 1e-5)
     f = random_attention(43, heads=2, temperature=2.0)
-    ascent = ascend(f, 6, domain=Ellipsoid(norm), **QUICK)
+    ascent = ascend(f, 6, domain=Ellipsoid(norm), **FEW)
     assert Ellipsoid(norm).contains(ascent.x, tol=1e-7)
     assert Ellipsoid(norm).contains(norm(tokens(44, 6, D)))
     assert ascent.value > float(hs.local_lipschitz(f, norm(tokens(44, 6, D))).value)
@@ -221,14 +222,14 @@ def test_the_smaller_dimension_that_a_head_sees_loses_nothing():
     x = tokens(51, n, d)
     small = gradient_ascent._compressed(f, basis)
     assert norm_at(small, x @ basis) == pytest.approx(norm_at(f, x), rel=1e-9)
-    ascent = ascend(f, n, 3.0, **QUICK)
+    ascent = ascend(f, n, 3.0, **FEW)
     assert ascent.x.shape == (n, d)
     assert ascent.value == pytest.approx(norm_at(f, ascent.x), rel=1e-4)
 
 
 def test_float32_maps():
     f = random_attention(52, heads=2, dtype=torch.float32)
-    ascent = ascend(f, 5, 1.5, **QUICK)
+    ascent = ascend(f, 5, 1.5, **FEW)
     assert ascent.x.dtype == torch.float32
     assert bool(ascent.estimate.converged)
     assert float(ascent.x.norm(dim=1).max()) <= 1.5 * (1 + 1e-6)
@@ -240,16 +241,16 @@ def test_float32_maps():
 def test_the_history_is_reproducible_and_complete():
     f = head_of(53)
     rows: list[dict[str, object]] = []
-    first = ascend(f, 6, 1.5, **QUICK, seed=3, on_evaluation=rows.append)
-    second = ascend(f, 6, 1.5, **QUICK, seed=3)
+    first = ascend(f, 6, 1.5, **FEW, seed=3, on_evaluation=rows.append)
+    second = ascend(f, 6, 1.5, **FEW, seed=3)
     pd.testing.assert_frame_equal(first.history, second.history)
     assert torch.equal(first.x, second.x)
-    assert first.history.value.tolist() != ascend(f, 6, 1.5, **QUICK, seed=4).history.value.tolist()
+    assert first.history.value.tolist() != ascend(f, 6, 1.5, **FEW, seed=4).history.value.tolist()
     assert list(first.history.columns) == ["start", "step", "value", "step_size", "accepted", "converged"]
     whole = first.history[first.history.converged]
     assert len(rows) == len(whole) - 1  # but for the measurement at the end
     atoms = first.history[~first.history.converged]
-    assert len(atoms) > QUICK["atom_restarts"] * QUICK["atom_steps"]
+    assert len(atoms) > FEW["atom_restarts"] * FEW["atom_steps"]
     assert not atoms.accepted.any()
 
 

@@ -80,9 +80,7 @@ def build(model_type: str) -> PreTrainedModel:
     model = model.to(torch.float64).eval()
     for part in model.modules():
         if isinstance(getattr(part, "config", None), PreTrainedConfig) and hasattr(part.config, "use_cache"):
-            part.config.use_cache = (
-                False  # capture runs models so, and some (fsmt) mask otherwise with a cache
-            )
+            part.config.use_cache = False  # as in capture: some (fsmt) mask otherwise with a cache
         if isinstance(part, PreTrainedModel) and hasattr(part, "set_experts_implementation"):
             try:
                 part.set_experts_implementation("eager")

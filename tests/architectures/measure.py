@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -97,8 +98,6 @@ def _sites(model: nn.Module, inputs: dict[str, Any], scope: str) -> tuple[list[h
 
 def _short(reason: str) -> str:
     """A refusal without what differs between layers that are alike."""
-    import re
-
     reason = re.sub(r"layer \d+ \(([\w.]*), (\w+)\)", r"the layer (\2)", reason)
     return re.sub(r"\.\d+\.", ".*.", reason)[:400]
 
@@ -191,9 +190,8 @@ def _measure_sites(
             try:
                 got = _capture(model, inputs, [site.layer], scope)
             except HowsmoothError as error:
-                row.reasons[f"{scope}: {_short(str(error))}"] = (
-                    row.reasons.get(f"{scope}: {_short(str(error))}", 0) + 1
-                )
+                reason = f"{scope}: {_short(str(error))}"
+                row.reasons[reason] = row.reasons.get(reason, 0) + 1
             else:
                 row.scopes += [scope] if scope not in row.scopes else []
                 checked += got[-1:] if scope == "head" else got
@@ -202,7 +200,8 @@ def _measure_sites(
     if not row.captured:
         row.scopes = []
     for site in layers.values():
-        proved = _bound_on_a_ball(site)
+        bound = _bound_on_a_ball(site)
+        proved = bound.name if bound is not None and bound.value < float("inf") else "none"
         row.bounds[proved] = row.bounds.get(proved, 0) + 1
     first = next(iter(layers.values()))
     try:
@@ -217,9 +216,7 @@ def _measure_sites(
 
 def _compare_bound(row: Row, site: hs.Site, estimate: hs.LipschitzEstimate) -> None:
     """Compare the bound on the ball with the constant that was measured inside it."""
-    try:
-        bound = hs.bounds.best(site, length=site.x.shape[-2], radius=float(site.x.norm(dim=-1).max()))
-    except HowsmoothError:
+    if (bound := _bound_on_a_ball(site)) is None:
         return
     if bound.value < float(estimate.lower.max()):
         row.wrong.append(f"{bound.name} at {site.name}: {bound.value} < {float(estimate.lower.max())}")
@@ -227,13 +224,12 @@ def _compare_bound(row: Row, site: hs.Site, estimate: hs.LipschitzEstimate) -> N
         row.looseness = bound.value / row.lipschitz
 
 
-def _bound_on_a_ball(site: hs.Site) -> str:
-    """Name the tightest finite bound on the ball of the longest token; "none" if none is known."""
+def _bound_on_a_ball(site: hs.Site) -> Any:
+    """The tightest bound on the ball of the longest token; None if none is known."""
     try:
-        bound = hs.bounds.best(site, length=site.x.shape[-2], radius=float(site.x.norm(dim=-1).max()))
+        return hs.bounds.best(site, length=site.x.shape[-2], radius=float(site.x.norm(dim=-1).max()))
     except HowsmoothError:
-        return "none"
-    return bound.name if bound.value < float("inf") else "none"
+        return None
 
 
 def _check(row: Row, probe: Probe, site: hs.Site) -> None:

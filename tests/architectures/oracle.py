@@ -73,27 +73,21 @@ def _arrangements(
     tensor: Tensor, like: Tensor, columns: slice | None
 ) -> Iterator[Callable[[Tensor], Tensor]]:
     """Ways to see a tensor as ``like`` (batch, n, d)."""
-    batch, n, d = like.shape
-
-    def cut(t: Tensor, parts: int) -> Tensor:
-        return t if columns is None else t.reshape(parts, n, -1)[..., columns]
+    batch, n, _ = like.shape
 
     if columns is None and tensor.numel() == like.numel():
         yield lambda t: t.reshape(like.shape)
         if tensor.ndim == 3 and batch > 1:
             yield lambda t: t.transpose(0, 1).reshape(like.shape)
-    if (
-        columns is not None
-        and tensor.numel() % (batch * n) == 0
-        and tensor.numel() >= batch * n * columns.stop
-    ):
-        yield lambda t: cut(t, batch)
+    if columns is not None:
+        width, rest = divmod(tensor.numel(), batch * n)
+        if not rest and width >= columns.stop:
+            yield lambda t: t.reshape(batch, n, -1)[..., columns]
     if batch == 1 and columns is None and tensor.ndim >= 2 and tensor.numel() > like.numel():
         size = tensor.numel() // max(tensor.shape[0], 1)
         if size == like.numel():
             for b in range(tensor.shape[0]):
                 yield lambda t, b=b: t[b : b + 1].reshape(like.shape)
-    del d
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
@@ -209,18 +203,15 @@ class Agreement:
 
 
 def operator(site: hs.Site) -> Any:
-    return (
-        closed_form_jacobian(site.map, site.x)
-        if has_closed_form(site.map)
-        else AutodiffJacobian(site.map, site.x)
-    )
+    linearised = closed_form_jacobian if has_closed_form(site.map) else AutodiffJacobian
+    return linearised(site.map, site.x)
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
     return float(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(b).clamp(min=1e-300))
 
 
-def agreement(probe: Probe, site: hs.Site, estimate: Any = None) -> Agreement:
+def agreement(probe: Probe, site: hs.Site) -> Agreement:
     """Compare J E with central differences of the model, and J^T U with the model's reverse mode."""
     x = site.x
     with torch.no_grad():
@@ -232,9 +223,7 @@ def agreement(probe: Probe, site: hs.Site, estimate: Any = None) -> Agreement:
     generator = torch.Generator().manual_seed(1)
     e = torch.randn(x.shape, generator=generator, dtype=x.dtype)
     taps = probe.tap(at, x, y - x if moved else y, columns)
-    if (
-        len({tap.module for tap in taps}) > 1
-    ):  # where all tokens are equal, values are what attention makes of them
+    if len({tap.module for tap in taps}) > 1:  # equal tokens are what attention makes of them
         other = x + 0.1 * x.abs().mean() * e
         with torch.no_grad():
             there = site.map(other) - (other if moved else 0.0)

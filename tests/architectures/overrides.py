@@ -26,7 +26,6 @@ def _resnet(**features: Any) -> ResNetConfig:
 
 _DETR = {"backbone_config": _resnet(out_features=["stage4"])}
 _DEFORMABLE = {
-    **_DETR,
     "backbone_config": _resnet(out_features=["stage2", "stage3", "stage4"]),
     "num_feature_levels": 3,
 }
@@ -42,23 +41,15 @@ _SERIES = {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2,
 
 _COMPASS = {"rope_parameters": {"full_attention": _MROPE["rope_parameters"]}}
 _INDEXER = {
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 8,
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
     "indexer_compress_ratio": 2,
-}
+}  # fmt: skip
 _HIERA = {
-    "image_size": [64, 64],
-    "hidden_size": 16,
-    "embed_dim_per_stage": [16, 32, 64, 128],
-    "blocks_per_stage": [1, 1, 1, 1],
-    "num_attention_heads": 1,
-    "num_attention_heads_per_stage": [1, 2, 4, 4],
-    "window_size_per_stage": [8, 4, 4, 4],
-    "window_positional_embedding_background_size": [4, 4],
+    "image_size": [64, 64], "hidden_size": 16, "embed_dim_per_stage": [16, 32, 64, 128],
+    "blocks_per_stage": [1, 1, 1, 1], "num_attention_heads": 1, "num_attention_heads_per_stage": [1, 2, 4, 4],
+    "window_size_per_stage": [8, 4, 4, 4], "window_positional_embedding_background_size": [4, 4],
     "global_attention_blocks": [2],
-}
+}  # fmt: skip
 
 #: Types whose base model takes the configuration of another type.
 CONFIG_OF = {"musicgen": "musicgen_decoder", "musicgen_melody": "musicgen_melody_decoder"}

@@ -28,7 +28,7 @@ from howsmooth.jacobian.memory_footprint import cached_bytes
 from howsmooth.measures import DiscreteMeasure
 from tests._cases import dense_jacobian, tokens
 from tests._operators import to_dense
-from tests._selection import others_slow
+from tests._selection import others_slow, pairs
 
 N, D, HEADS, KEY, VALUE = 6, 5, 4, 4, 3
 Body = Callable[["Parameters", Tensor, Core], Tensor]
@@ -243,13 +243,7 @@ CASES: dict[str, Callable[[], StagedAttention]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "streamed"),
-    others_slow(
-        itertools.product(CASES, (False, True)),
-        list(zip(CASES, itertools.cycle((False, True)), strict=False)),
-    ),
-)
+@pytest.mark.parametrize(("name", "streamed"), pairs(CASES, (False, True)))
 def test_value_and_jacobian_are_those_of_the_layer_written_out(name: str, streamed: bool) -> None:
     f, x = CASES[name](), tokens(100, N, D)
     torch.testing.assert_close(f(x), naive(f)(x), rtol=1e-13, atol=1e-13)

@@ -1,7 +1,7 @@
 """Every upper bound, and every layer with one, against ascents over tokens and weights.
 
 ``scripts/attack_bounds.py`` writes each attention again and takes the largest singular value of its dense
-Jacobian. By default four cases of each kind climb a few steps; with ``-m slow`` a hundred climb far.
+Jacobian. By default four cases of most kinds climb two steps; with ``-m slow`` a hundred of each climb far.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ NOT_UPPER = {
     "table", "robust_radius", "proposition_3_4", "proposition_3_6", "proposition_3_6_rate",
     "quadratic_growth", "two_dirac",
 }  # fmt: skip
+#: Kinds whose switches other kinds have as well.
+COVERED = {
+    "one head, biases", "causal, biases", "grouped heads", "rotary", "norms, one head", "token-wise, heads",
+    "added biases (ALiBi, T5), heads, causal", "mean field, biases", "causal mean field, biases",
+}  # fmt: skip
 
 
 def judged(kind: str, cases: int, steps: int, exact: int) -> Any:
@@ -39,10 +44,11 @@ def judged(kind: str, cases: int, steps: int, exact: int) -> Any:
 
 @pytest.fixture(scope="module")
 def tallies() -> dict[str, Any]:
-    """What was found for each kind of attention."""
+    """What was found for kinds of attention."""
+    assert attack.KINDS.keys() >= COVERED
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attack, "BATCH", 4)
-        return {kind: judged(kind, 4, 6, 0) for kind in attack.KINDS}
+        return {kind: judged(kind, 4, 2, 0) for kind in attack.KINDS if kind not in COVERED}
 
 
 def test_no_bound_is_exceeded(tallies: dict[str, Any]) -> None:

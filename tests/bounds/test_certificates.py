@@ -15,10 +15,17 @@ from torch import Tensor
 import howsmooth as hs
 from howsmooth.bounds import best
 from howsmooth.bounds.attention_parameters import parameters_of
-from howsmooth.bounds.certificates import Certificate, certificate, parts, products, whole
+from howsmooth.bounds.certificates import (
+    Certificate,
+    certificate,
+    eigenvalue_bounds,
+    formed_jacobian,
+    parts,
+)
 from howsmooth.bounds.certificates import certificate_at_tokens as shared
+from howsmooth.bounds.certificates.eigenvalue_bounds import Groups, dominated, sandwich
+from howsmooth.bounds.certificates.formed_jacobian import by_whole, is_small
 from howsmooth.bounds.certificates.parts import Weights, by_parts, pair_weights
-from howsmooth.bounds.certificates.products import Groups, dominated, sandwich
 from howsmooth.bounds.certificates.rounded_attention import (
     HeadAt,
     _After,
@@ -27,7 +34,6 @@ from howsmooth.bounds.certificates.rounded_attention import (
     heads_at,
 )
 from howsmooth.bounds.certificates.rows import by_rows, rows_value
-from howsmooth.bounds.certificates.whole import by_whole, is_small
 from howsmooth.bounds.pre_norm_bounds import absorb_norm
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.rounding import (
@@ -278,7 +284,9 @@ def test_floats_after_a_norm_are_as_near_as_claimed(centred: bool) -> None:
 def test_the_floats_of_the_whole_matrix_are_as_near_as_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     f, x = one(99, d=5, d_out=2, temperature=3.0, rotary=rotary(4, 2)), tokens(99, 4, 5)
     at, formed = heads_at(f, x), []
-    monkeypatch.setattr(whole, "spectral_norms", lambda J: formed.append(J) or Enclosed(*torch.zeros(2)))
+    monkeypatch.setattr(
+        formed_jacobian, "spectral_norms", lambda J: formed.append(J) or Enclosed(*torch.zeros(2))
+    )
     claimed = float(by_whole(at).upper)
     (head,) = at.heads
     with mpmath.workdps(40):
@@ -576,7 +584,7 @@ def test_long_heavy_tail_of_heads_is_proved_from_guesses(seed: int, monkeypatch:
     f = random_attention(seed, heads=3, temperature=4.0)
     x = tokens(seed, 9, D)
     usual = float(certificate_parts(f, x).value)
-    for module in (parts, products):
+    for module in (parts, eigenvalue_bounds):
         monkeypatch.setattr(module, "FORMED", 1)
     guessed = float(certificate_parts(f, x).value)
     assert float(true_norm(f, x[None])[0]) <= guessed
@@ -706,7 +714,7 @@ def test_the_sharpest_proof_is_taken_for_each_sequence(monkeypatch: pytest.Monke
     small = certificate(f, x)
     assert set(small.theorems) == {"the whole matrix"}
     assert [set(values) for values in small.tried] == [{"the whole matrix"}] * 3
-    monkeypatch.setattr(whole, "_MULTIPLICATIONS", 100)  # as if the matrix were too large
+    monkeypatch.setattr(formed_jacobian, "_MULTIPLICATIONS", 100)  # as if the matrix were too large
     assert not is_small(heads_at(f, x[0]))
     found, n, r = certificate(f, x), certificate_parts(f, x), certificate_rows(f, x)
     assert torch.equal(found.value, torch.minimum(n.value, r.value))

@@ -10,6 +10,7 @@ import io
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,13 @@ from howsmooth.cli import app, main
 from howsmooth.errors import ModelError
 from howsmooth.models.loading.load import _device as check_device
 from tests._sources import SmallModel, plain_table, small_tools
-from tests._study import make_tools, words
+from tests._study import installed, make_tools, words
 
+# Command lines that work.
 USUAL = {
     "measure": ["small", "--text", "prose", "--lengths", "2,3", "--samples", "1"],
     "bound": ["small", "--text", "prose", "--lengths", "3", "--layers", "0"],
 }
-"""Command lines that work."""
 
 
 @contextlib.contextmanager
@@ -60,17 +61,10 @@ def workplace(command: str) -> Iterator[Path]:
             raise ModelError("The stand-in takes nothing but text.")
 
         patch.setattr(torch, "set_num_threads", set_threads)
-        for name, stand_in in {
-            "howsmooth.models.load_model": load_model,
-            "howsmooth.models.capture": tools.capture,
-            "howsmooth.study.input_sequences.file_feed": no_feed,
-            "howsmooth.texts.load_text": tools.load_text,
-            "howsmooth.lipschitz.local_lipschitz": tools.measure,
-            "howsmooth.study.tasks.bounds.bound_site": tools.bound,
-            "howsmooth.bounds.table": plain_table,
-        }.items():
-            patch.setattr(name, stand_in)
-        yield root
+        patch.setattr("howsmooth.study.input_sequences.file_feed", no_feed)
+        patch.setattr("howsmooth.bounds.table", plain_table)
+        with installed(replace(tools, load_model=load_model)):
+            yield root
 
 
 def state(above: Path) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""The help of each command, and what a shell sees: examples to copy, pipes, and names that are misspelt."""
+"""The help of each command, and what a shell sees: examples to copy, pipes, tables and progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import typer
-from transformers import CLIPConfig
 
 from howsmooth.cli import app, main
 from howsmooth.cli.progress import shown_progress
@@ -21,55 +20,46 @@ from howsmooth.cli.terminal_output import show_table
 from howsmooth.words import duration
 from tests._classifier import save_classifier
 
-COMMANDS = tuple(typer.main.get_command(app).commands)
+Capture = pytest.CaptureFixture[str]
+PROGRAM: Any = typer.main.get_command(app)
+COMMANDS = tuple(PROGRAM.commands)
 
 
-def help_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+def examples_of(command: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The lines of the help that begin with the name of the program, as a shell splits them."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
     assert main([command, "--help"]) == 0
-    return capsys.readouterr().out
-
-
-def examples_of(said: str) -> list[list[str]]:
-    """The lines of the help that begin with the name of the program, as a shell splits them."""
+    said = capsys.readouterr().out
+    assert not re.search("[\U0001f000-\U0001ffff]", said)  # an emoji for numbers between colons
     lines = [line.strip() for line in said.splitlines() if line.startswith(" howsmooth ")]
     return [line.partition(" > ")[0].split()[1:] for line in lines]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_example_of_the_help_is_a_whole_line_that_the_command_parses(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = help_of(command, capsys, monkeypatch)
-    examples = examples_of(said)
+    examples = examples_of(command, capsys, monkeypatch)
     assert len(examples) >= 4
-    program: Any = typer.main.get_command(app)
     for name, *arguments in examples:
         assert name == command
         # Raises an error for an unknown option, a missing argument, or a word too many.
-        program.commands[name].make_context(name, arguments)
+        PROGRAM.commands[name].make_context(name, arguments)
         assert len(" ".join(["howsmooth", name, *arguments])) <= 78
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_emoji_stands_for_numbers_between_colons(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not re.search("[\U0001f000-\U0001ffff]", help_of(command, capsys, monkeypatch))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_first_example_runs_as_printed(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sweep.toml").write_text('models = ["builtin-encoder"]\nlengths = "4,8,12"\nsamples = 2\n')
     if command == "radius":
         save_classifier(Path("model"))
         Path("letter.txt").write_text("the cat sat")
-    assert main(examples_of(help_of(command, capsys, monkeypatch))[0]) == 0
+    assert main(examples_of(command, capsys, monkeypatch)[0]) == 0
 
 
 # ---- pipes
@@ -106,9 +96,7 @@ def test_in_a_pipe_no_cell_is_cut_or_folded(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(cell in out.getvalue().splitlines()[1] for cell in row)
 
 
-def test_no_number_is_cut_off_on_a_narrow_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_number_is_cut_off_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     row = ["encoder.layers.0.block.attention.norm", "0.999525", "16 to 1", "1234567.25", "8593.111"]
     show_table(["module", "constant", "tokens", "radius in", "radius out"], [row], left=["module"])
@@ -121,7 +109,7 @@ def test_no_number_is_cut_off_on_a_narrow_terminal(
 
 
 def test_a_line_of_progress_says_that_something_is_left(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     clock = iter(range(0, 1000, 20))
     monkeypatch.setattr("howsmooth.cli.progress.time.monotonic", lambda: float(next(clock)))
@@ -132,50 +120,11 @@ def test_a_line_of_progress_says_that_something_is_left(
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(":")[-1] for line in lines] == ["Measuring", " layer 1", " layer 2", " layer 3"]
     assert "75 %" in lines[-1]
-
-
-def test_no_time_is_negative() -> None:
     assert duration(-0.3) == duration(0.0) == "0 s"
 
 
-# ---- names
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["mesure"], "Did you mean 'measure'"),
-        (["measure", "--lenghts", "3"], "--lengths"),
-        (["measure", "--scope", "atention"], "Is attention meant?"),
-        (["measure", "builtin-encodr"], "Is builtin-encoder meant?"),
-        (["bound", "gtp2"], "Is gpt2 meant?"),
-        (["reproduce", "adversaral"], "Is adversarial meant?"),
-    ],
-)
-def test_a_misspelt_name_is_answered_with_the_nearest(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("howsmooth.models.loading.model_location.hub_reachable", lambda: False)
-    assert main(arguments) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_texts_and_images_together_are_answered_with_the_parts(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    parts = {"text_config": {**sizes, "vocab_size": 60}, "vision_config": {**sizes, "image_size": 16}}
-    CLIPConfig(**parts, projection_dim=8).save_pretrained(tmp_path)
-    given = [str(tmp_path), "--random-init"]
-    assert main(["measure", *given, "--text", "alice", "--images", "builtin"]) == 2
-    assert "such as CLIP, choose a part: text or vision" in capsys.readouterr().err
-    assert main(["inspect", *given]) == 2
-    said = capsys.readouterr().err
-    assert "text_model with a text (--text), vision_model with images (--images)" in said
-
-
 def test_a_program_does_not_let_matplotlib_speak_of_its_cache(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     logger = logging.getLogger("matplotlib")
     monkeypatch.setattr(logger, "level", logging.WARNING)

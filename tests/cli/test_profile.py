@@ -1,4 +1,4 @@
-"""``howsmooth profile``: what it prints and writes, and what it refuses."""
+"""``howsmooth profile`` and ``howsmooth precision``: what they print and write."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from howsmooth.texts import load_text
 from tests._documented import check_documented
 
 Capture = pytest.CaptureFixture[str]
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +54,9 @@ def test_special_tokens_are_put_in_and_said(capsys: Capture) -> None:
     assert ", with special tokens, SHA-256" in said["input"]
     by_ids = hs.profile("builtin-encoder", ids, layers=[0], scopes=["attention"])
     assert said["ranking"][0]["value"] == by_ids.table["value"][0]
-
-
-def test_without_an_engine_for_parquet_nothing_is_measured(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("howsmooth.files.find_spec", lambda _: None)
-    assert main(["measure", "builtin-encoder", "--lengths", "4", "--parquet"]) == 2
-    assert "parquet: expected an engine for parquet, got none. Install one" in capsys.readouterr().err
-    assert not Path("howsmooth-out").exists()
+    check_documented("profile", said)
+    assert {row["scope"] for row in said["ranking"]} == {"attention"}
+    assert said["files"][0] == "howsmooth-profile/profile.html"
 
 
 def test_a_type_of_model_without_a_tokenizer_gets_one_of_the_text(capsys: Capture) -> None:
@@ -73,47 +68,17 @@ def test_a_type_of_model_without_a_tokenizer_gets_one_of_the_text(capsys: Captur
 
 
 @pytest.mark.parametrize("name", ["profile", "precision", "bound"])
-def test_several_inputs_are_refused_and_untrained_weights_are_named(name: str, capsys: Capture) -> None:
+def test_token_ids_are_an_input_and_untrained_weights_are_named(name: str, capsys: Capture) -> None:
     GPT2Config(vocab_size=300, n_embd=24, n_layer=1, n_head=2).save_pretrained("tiny")
-    model = [name, "./tiny", "--random-init", "--layers", "0", "-q"]
-    assert main([*model, "--text", "a.txt", "--text", "b.txt"]) == 2
-    assert "text: expected one value, got 'a.txt', 'b.txt'" in capsys.readouterr().err
-    np.save("ids.npy", [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
-    if name == "bound":
-        assert main([*model, "--tokens", "ids.npy", "--lengths", "8"]) == 2
-        assert "pieces of at most 5. Use --lengths 5, or a smaller one" in capsys.readouterr().err
-    else:
-        assert main([*model, "--tokens", "ids.npy"]) == 2
-        said = "tokens: expected a file with one sequence, got ids with 2. Write one of them into"
-        assert said in capsys.readouterr().err
     np.save("ids.npy", [1, 2, 3, 4, 5])
-    assert main([*model, "--tokens", "ids.npy"]) == 0
-    assert "tiny (random init)" in capsys.readouterr().out
-
-
-def test_a_file_after_the_model_is_answered_with_its_option(capsys: Capture) -> None:
-    Path("letter.txt").write_text("Dear Alice")
-    assert main(["profile", "builtin-encoder", "letter.txt"]) == 2
-    assert "Is --text letter.txt meant?" in capsys.readouterr().err
-
-
-def test_json_alone_is_on_standard_output(capsys: Capture) -> None:
+    options = ["--bits", "4", "--quantisers", "token"] if name == "precision" else []
     assert (
-        main(["profile", "builtin-decoder", "--span", "0:8", "--layers", "0", "--scope", "head", "--json"])
-        == 0
+        main([name, "./tiny", "--random-init", "--layers", "0", "-q", "--tokens", "ids.npy", *options]) == 0
     )
-    found = json.loads(capsys.readouterr().out)
-    check_documented("profile", found)
-    assert found["n"] == 8
-    assert {row["scope"] for row in found["ranking"]} == {"head"}
-    assert found["files"][0] == "howsmooth-profile/profile.html"
-
-
-def test_the_depth_for_machines(capsys: Capture) -> None:
-    assert main(["profile", "builtin-decoder", "--span", "0:5", "--scope", "model", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    check_documented("profile --scope model", found)
-    assert found["value"] == found["stages"][-1]["until"]
+    out = capsys.readouterr().out
+    assert "tiny (random init)" in out
+    assert ("n = 5" if name == "bound" else "5 tokens") in out
+    assert ("left out" in out) == (name == "precision")
 
 
 def test_the_influences_of_a_layer_are_those_of_the_dense_jacobian(capsys: Capture) -> None:
@@ -171,6 +136,8 @@ def test_the_margin_of_a_whole_model_is_no_token(tiny: list[str], capsys: Captur
     assert "output_token" not in pd.read_csv("howsmooth-profile/influence.csv").columns
     page = Path("howsmooth-profile/depth.html").read_text()
     assert "Which token moves which, whole model to the margin" in page
+    written = {path.name for path in Path("howsmooth-profile").iterdir()}
+    assert {"depth.csv", "depth.pdf", "depth.png"} < written
 
 
 @pytest.mark.parametrize("scope", ["attention", "model"])
@@ -181,46 +148,10 @@ def test_influences_as_json(scope: str, tiny: list[str], capsys: Capture) -> Non
     largest = found["influence"]["largest"]
     if scope == "model":
         assert {row["output"] for row in largest} == {4}  # the last token
+        assert found["value"] == found["stages"][-1]["until"]
     values = [row["value"] for row in largest]
     assert values == sorted(values, reverse=True)
     assert found["influence"]["token_wise"]["lower"] <= found["influence"]["token_wise"]["upper"]
-
-
-def test_token_ids_and_images_are_inputs_too(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.profiling.Profile.write", lambda *_, **__: [Path("not-drawn.html")])
-    np.save("ids.npy", [5, 6, 7, 8])
-    GPT2Config(vocab_size=60, n_embd=24, n_layer=2, n_head=2).save_pretrained("tiny")
-    assert main(["profile", "./tiny", "--random-init", "--tokens", "ids.npy", "--layers", "0"]) == 0
-    assert "4 tokens" in capsys.readouterr().out
-    assert main(["profile", "builtin-encoder", "--tokens", "ids.npy", "--images", "builtin"]) == 2
-    assert "expected one text, file of tokens or images, got --tok" in capsys.readouterr().err
-    for words, said in (
-        (["--images", "a.png", "--images", "b.png"], "images: expected one image, got 2"),
-        (["--images", "a.png", "--span", "0:4"], "span: expected none beside images, got 0:4"),
-        (["--text", "a.txt", "--tokens", "ids.npy"], "inputs: expected one text, file of tokens"),
-    ):
-        assert main(["profile", "builtin-encoder", *words]) == 2
-        assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["builtin-encoder", "--span", "5:2"], "span"),
-        (["builtin-encoder", "--text", "nofile.txt"], "nofile.txt"),
-        (["builtin-encodr"], "builtin-encoder"),
-        (["not-loaded", "--rtol", "0"], "rtol: expected a number from 1e-12"),
-        (["builtin-encoder", "--images", "builtin"], "image"),
-        (["builtin-encoder", "--layers", "9"], "layers"),
-        (["builtin-encoder", "--scope", "block"], "scope"),
-        (["builtin-encoder", "--scope", "head", "--influence"], "influence"),
-    ],
-)
-def test_refusals_are_one_line_and_exit_code_2(arguments: list[str], said: str, capsys: Capture) -> None:
-    assert main(["profile", *arguments]) == 2
-    (*_, line) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("error: ")
-    assert said in line
 
 
 def test_an_interruption_is_said(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,3 +162,39 @@ def test_an_interruption_is_said(capsys: Capture, monkeypatch: pytest.MonkeyPatc
     assert main(["profile", "builtin-encoder"]) == 130
     assert capsys.readouterr().err.endswith("interrupted: nothing was written.\n")
     assert not Path("howsmooth-profile").exists()
+
+
+# ---- precision
+
+SHORT = ["precision", "builtin-decoder", "--span", "0:8", "--layers", "0", "--quantisers", "token"]
+
+
+def test_the_bits_of_a_budget_are_printed_with_their_divergence(capsys: Capture) -> None:
+    Path("letter.txt").write_text("Dear Alice, it was a cat that sat on the mat.")
+    assert main([*SHORT, "--text", "letter.txt", "--bits", "8,3", "--average", "4", "--out", "found"]) == 0
+    out = capsys.readouterr().out
+    text = Path("letter.txt").read_text()
+    found = hs.precision("builtin-decoder", text, span="0:8", layers=[0], quantisers="token", bits=(3, 8))
+    assert found.has_kl
+    assert f"{found.table['change'].max():.4g}" in out
+    for operand in "KV":
+        rows = found.budget(4)
+        given = " ".join(str(b) for b in rows[rows["operand"] == operand]["bits"])
+        assert f"layer 0, {operand}, kv heads from 0: {given}" in out
+    assert f"at once: divergence {found.simulate(found.budget(4)):.3g}\n" in out
+    assert f"{found.simulate(3):.3g} at 3 bits" in out
+    assert "Page: found/precision.html" in out
+    table = pd.read_csv("found/precision.csv")
+    assert sorted(table["change"]) == pytest.approx(sorted(found.table["change"]))
+
+
+def test_precision_as_json(capsys: Capture) -> None:
+    assert main([*SHORT, "--bits", "4,3", "--average", "4", "--no-logits", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    check_documented("precision", found)
+    assert found["n"] == 8
+    assert {row["bits"] for row in found["ranking"]} == {3, 4}
+    assert found["ranking"][0]["kl"] is None
+    assert len(found["budget"]) == 16
+    assert found["budget_kl"] is None
+    assert found["files"][0] == "howsmooth-precision/precision.html"

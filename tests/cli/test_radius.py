@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import howsmooth as hs
-from howsmooth.bounds.radius.pretrained_classifier_reader import embedded
+from howsmooth.bounds.radius.classifier import Classifier
 from howsmooth.bounds.radius.robust_radius import NetworkAtInput
 from howsmooth.cli import main
 from howsmooth.texts import load_text
@@ -53,7 +53,7 @@ def test_embedded_tokens_give_the_radii_of_their_ids(capsys: Capture) -> None:
     model = hs.load_model("model", head=True).model
     ids = torch.tensor([[2, 5, 6, 3]])
     np.save("ids.npy", ids[0].numpy())
-    np.save("x.npy", embedded(model, {"input_ids": ids}).numpy())
+    np.save("x.npy", Classifier.at(model, {"input_ids": ids}).place.tokens.numpy())
     target = str((int(model(ids).logits[0].argmax()) + 1) % 3)
     rankings = []
     for given in (["--tokens", "ids.npy"], ["--embeddings", "x.npy"]):

@@ -328,7 +328,13 @@ def test_20000_tokens_need_no_matrix_of_their_size(what: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("method", "step"), [("dopri5", None), ("dopri8", None), ("rk4", 0.02), ("euler", 0.02)]
+    ("method", "step"),
+    [
+        ("dopri5", None),
+        pytest.param("dopri8", None, marks=pytest.mark.slow),
+        ("rk4", 0.02),
+        ("euler", 0.02),
+    ],
 )
 def test_blow_up_is_reported_at_its_time_with_the_states_before_it(method: str, step: float | None) -> None:
     x = torch.tensor([[0.5, 1.0]], dtype=torch.float64)

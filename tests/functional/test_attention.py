@@ -22,6 +22,7 @@ from howsmooth.errors import ArgumentError
 from howsmooth.functional import attention, blockwise_autograd
 from howsmooth.functional.blockwise_autograd import Grid
 from tests._forked import memory_added
+from tests._selection import pairs
 
 D = torch.float64
 HEADS, KV_HEADS = 4, 2
@@ -197,19 +198,21 @@ SECOND: dict[str, Function] = {
 }
 
 
-@pytest.mark.parametrize("order", SECOND)
 @pytest.mark.parametrize(
-    "name",
-    [
-        "causal, last queries",
-        "window, queries that see no key",
-        "boolean mask",
-        "added mask",
-        "mask that is learned",
-        "softcap",
-        "sinks of each query",
-        "all",
-    ],
+    ("name", "order"),
+    pairs(
+        [
+            "causal, last queries",
+            "window, queries that see no key",
+            "boolean mask",
+            "added mask",
+            "mask that is learned",
+            "softcap",
+            "sinks of each query",
+            "all",
+        ],
+        SECOND,
+    ),
 )
 def test_second_derivatives(name: str, order: str) -> None:
     ours, theirs, x = both(name)

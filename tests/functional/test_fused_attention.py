@@ -133,10 +133,7 @@ def agree(ours: Any, theirs: Any, tolerance: float = DIGITS) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    others_slow(
-        CASES,
-        ["mask that is learned", "bias of queries and an axis of one", "all"],
-    ),
+    others_slow(CASES, ["mask that is learned", "all"]),
 )
 def test_value_tangent_and_cotangents(name: str) -> None:
     ours, theirs, x = both(name)
@@ -225,8 +222,8 @@ def test_a_result_may_be_changed_in_place() -> None:
 
 def test_under_vmap() -> None:
     """Members that vmap brings are as if alone, in all derivatives, and some tensors do without."""
-    x = (small(2, HEADS, 3, 2, seed=1), small(KV_HEADS, 3, 2, seed=2), small(KV_HEADS, 3, 2, seed=3))
-    seen = drawn(2, 3, 3, seed=4) > -0.8
+    x = (small(2, HEADS, 3, 2, seed=1), small(KV_HEADS, 2, 2, seed=2), small(KV_HEADS, 2, 2, seed=3))
+    seen = drawn(2, 3, 2, seed=4) > -0.8
 
     def ours(q: Tensor, k: Tensor, v: Tensor, s: Tensor) -> Tensor:
         out: Tensor = attention(q, k, v, s, softcap=2.0, kernels=True)

@@ -20,10 +20,10 @@ from howsmooth.jacobian.closed_form import closed_form_jacobians, has_closed_for
 from howsmooth.spectral.operator import Subset
 from tests._cases import CASES, D, dense_jacobian, random_attention, tokens
 from tests._operators import to_dense
+from tests._selection import pairs
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "n"), pairs(CASES, [5, 1, 2]))
 def test_closed_form_equals_dense_autodiff(name: str, n: int) -> None:
     f, x = CASES[name](n), tokens(n, 2, n, D)
     dense = torch.stack([dense_jacobian(f, member) for member in x])
@@ -100,8 +100,7 @@ def test_adjointness_linearity_and_selection(name: str, n: int, seed: int, autod
         torch.testing.assert_close(again.product(e[:1]), op.product(e)[:1], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.float64)], ids=["alone", "both"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtypes"), pairs(CASES, [(torch.float32,), (torch.float32, torch.float64)]))
 def test_float32_products_keep_the_float64_point(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
     f, x = CASES[name](6), tokens(2, 2, 6, D)
     exact = to_dense(closed_form_jacobian(f, x))

@@ -12,7 +12,9 @@ _BY_PLACE = {
     "hs": "local_lipschitz load_model capture profile depth_profile influence precision word_radii read "
     "LipschitzEstimate LipschitzEstimates Profile DepthProfile Influence Precision WordRadii Site "
     "SelfAttention L2Attention SinkhornAttention LayerNorm RMSNorm LayerScale Residual Compose Rotary "
-    "HowsmoothError",
+    "HowsmoothError "
+    # Beside the radii of one input: those of a data set, which each of its users had to collect.
+    "certified_accuracy CertifiedAccuracy",
     "hs.errors": "ArgumentError CaptureError CertificateError DerivativeError ModelError NonFiniteError "
     "StoreError TextError WorkerError",
     "hs.attention": "TokenMap StagedAttention",

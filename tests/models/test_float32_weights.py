@@ -30,13 +30,12 @@ def vision() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("scope", "dtype"),
+    ("name", "scope", "dtype"),
     others_slow(
-        itertools.product(["attention", "block"], HALF),
-        [("attention", torch.float16), ("block", torch.bfloat16)],
+        itertools.product([*CONFIGS, "vit"], ["attention", "block"], HALF),
+        [*((name, "attention", torch.float16) for name in (*CONFIGS, "vit")), ("llama", "block", HALF[0])],
     ),
 )
-@pytest.mark.parametrize("name", [*CONFIGS, "vit"])
 def test_the_sites_are_those_of_the_model_in_float32(name: str, scope: str, dtype: torch.dtype) -> None:
     half = (vision() if name == "vit" else tiny(name)).to(dtype)
     inputs = torch.randn(1, 3, 16, 16) if name == "vit" else IDS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests._judge import Verdict
@@ -57,13 +59,16 @@ def test_wrapped(name: str, way: str) -> None:
     _agree(judge_type(name, way))
 
 
-@pytest.mark.parametrize("how", CACHES)
+# Both ways that are not here by default are those of tests/models/test_as_called.py.
+@pytest.mark.parametrize("how", others_slow(CACHES, ["as it is called", "use_cache=False"]))
 @pytest.mark.parametrize("name", others_slow(PACKED_TYPES, ["llama"]))
 def test_packed_documents_leak_where_the_model_leaks(name: str, how: str) -> None:
     _agree(judge_packed(name, how), _LEAKS.get(how, "measured"))
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("name", others_slow(PADDED_TYPES, ["gpt2", "mistral"]))
+@pytest.mark.parametrize(
+    ("name", "side"),
+    others_slow(itertools.product(PADDED_TYPES, ["right", "left"]), [("gpt2", "left"), ("mistral", "right")]),
+)
 def test_padded(name: str, side: str) -> None:
     _agree(judge_padded(name, side), "closed form")

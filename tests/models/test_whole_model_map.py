@@ -24,6 +24,7 @@ from transformers import (
 
 import howsmooth as hs
 from tests._monitored_training import gpt2
+from tests._selection import others_slow
 from tests._tiny_models import WithoutDowncast, tiny, token_ids
 from tests.architectures.build import build, inputs_of, spread
 
@@ -75,7 +76,7 @@ def _check(model_type: str) -> None:
     _holds(single, exact, 1e-3)
 
 
-@pytest.mark.parametrize("model_type", QUICK)
+@pytest.mark.parametrize("model_type", others_slow(QUICK, ["bert", "gpt2", "llama"]))
 def test_the_interval_contains_the_dense_norm(model_type: str) -> None:
     _check(model_type)
 
@@ -129,7 +130,7 @@ def test_the_margin_of_a_class() -> None:
 
 def test_a_span_is_the_composition_of_its_blocks() -> None:
     model = tiny("mistral", torch.float64)
-    ids = token_ids(2, 7)
+    ids = token_ids(2, 5)
     (span,) = hs.capture(model, ids, scope="span", layers=(0, 2))
     x, blocks = span.x, []
     for layer in range(3):

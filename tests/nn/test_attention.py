@@ -286,17 +286,15 @@ def test_padding_leaves_the_other_tokens_as_they_are_without_it(kind: str) -> No
 # ---- gradients
 
 
-@pytest.mark.parametrize(
-    ("kind", "mask", "training", "radius"),
-    [
-        (*one, training, radius)
-        for one, (training, radius) in zip(
-            with_masks(["none", "causal", "band", "any", "additive"]),
-            itertools.cycle([(True, 0.8), (False, 5.0)]),
-            strict=False,
-        )
-    ],
-)
+MASKS = with_masks(["none", "causal", "band", "any", "additive"])
+QUOTIENTS = [
+    (*one, training, radius)
+    for one, (training, radius) in zip(MASKS, itertools.cycle([(True, 0.8), (False, 5.0)]), strict=False)
+]
+
+
+# A third of them has each kind, mask and mode.
+@pytest.mark.parametrize(("kind", "mask", "training", "radius"), others_slow(QUOTIENTS, QUOTIENTS[::3]))
 def test_gradients_of_the_quotient_are_those_of_finite_differences(kind, mask, training, radius) -> None:
     f = layer(kind, radius=radius, constant=1.0, length=3, mask=mask).train(training)
     x = tokens(3, 3, D, radius=0.7).requires_grad_()
@@ -558,7 +556,10 @@ FACTORS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "mask"), with_masks(["none", "causal", "band"], OTHERS))
+FIXED = with_masks(["none", "causal", "band"], OTHERS)
+
+
+@pytest.mark.parametrize(("kind", "mask"), others_slow(FIXED, FIXED[::2]))
 def test_constant_is_not_exceeded(kind: str, mask: str) -> None:
     for seed, radius in ((0, 0.5), (1, 2.0)):
         f = layer(kind, mask=mask, radius=radius, constant=2.0, seed=seed)
@@ -627,10 +628,12 @@ NEAR = {"softmax": {1: 1.9, 2: 2.6}, "query_key_norm": {1: 4.2, 2: 6.0}}
 
 
 @pytest.mark.parametrize(
-    ("mask", "heads"),
-    others_slow(itertools.product(["none", "causal"], [1, 2]), [("none", 2), ("causal", 1)]),
+    ("kind", "mask", "heads"),
+    others_slow(
+        itertools.product(NEAR, ["none", "causal"], [1, 2]),
+        [("softmax", "none", 2), ("query_key_norm", "causal", 1)],
+    ),
 )
-@pytest.mark.parametrize("kind", NEAR)
 def test_the_bound_is_near_where_scores_are_large(kind: str, mask: str, heads: int) -> None:
     n, d, worst = 4, 2 * heads, 0.0
     eye = torch.eye(d, dtype=F64)
@@ -709,8 +712,8 @@ def _weight_search(kind: str, n: int, radius: float, mask: str, heads: int, *, s
     ("kind", "n", "radius", "mask", "least"),
     [
         ("l2", 3, 0.4, "none", 0.9),
-        ("l2", 3, 3.0, "causal", 0.25),
-        ("cosine", 3, 0.5, "none", 0.8),
+        pytest.param("l2", 3, 3.0, "causal", 0.25, marks=pytest.mark.slow),
+        pytest.param("cosine", 3, 0.5, "none", 0.8, marks=pytest.mark.slow),
         ("cosine", 3, 2.0, "causal", 0.5),
         ("sinkhorn", 3, 0.5, "none", 0.9),
         ("lipschitz_norm", 3, 1.0, "causal", 0.25),
@@ -821,7 +824,10 @@ def test_one_token_is_a_linear_map() -> None:
         assert f.lipschitz_bound(1, 1e-3).value < factor * truth * (1 + 1e-5)
 
 
-@pytest.mark.parametrize(("kind", "mask"), with_masks(["none", "causal", "any", "additive"]))
+GROWING = with_masks(["none", "causal", "any", "additive"])
+
+
+@pytest.mark.parametrize(("kind", "mask"), others_slow(GROWING, GROWING[::3]))
 def test_bounds_grow_with_length_and_radius(kind: str, mask: str) -> None:
     f = layer(kind, mask=mask, length=200, radius=30.0 if kind in ON_A_BALL else None, shorter=True)
     for radius in (0.1, 1.0, 10.0):

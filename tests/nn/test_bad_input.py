@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CertificateError, HowsmoothError, NonFiniteError
 from tests._nn_layers import ATTENTION, DIM, LAYERS, LENGTH, PARTS, RADIUS, inputs, tokens_of
+from tests._selection import pairs
 
 BATCH = 2
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
@@ -108,8 +109,7 @@ def test_parts_never_make_numbers_of_what_is_none(name: str, value: float) -> No
     assert not torch.isfinite(y[1]).all()
 
 
-@pytest.mark.parametrize("name", sorted(LAYERS))
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("name", "value"), pairs(sorted(LAYERS), [math.nan, math.inf]))
 def test_no_constant_is_stated_for_weights_that_are_no_numbers(name: str, value: float) -> None:
     reference = built(name)
     for parameter, _ in reference.named_parameters():

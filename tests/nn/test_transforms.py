@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 import howsmooth as hs
 from howsmooth.errors import ArgumentError
 from tests._nn_layers import ATTENTION, LAYERS, LENGTH, inputs, tokens_of
-from tests._selection import others_slow
+from tests._selection import others_slow, pairs
 
 # A token that two others do not see, nor it them: Sinkhorn attention takes it too.
 MASK = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
@@ -37,8 +37,7 @@ def called(layer: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: tokens_of(layer(x))
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "training"), pairs(LAYERS, [False, True]))
 def test_vmap_gives_what_calls_one_by_one_give(name: str, training: bool) -> None:
     # Spectral normalisation changes its estimate in every call of training, whoever calls.
     f, x = called(made(name).train(training and name != "SpectralLinear")), several(name)
@@ -46,8 +45,7 @@ def test_vmap_gives_what_calls_one_by_one_give(name: str, training: bool) -> Non
     torch.testing.assert_close(vmap(jacfwd(f))(x[:2]), torch.stack([jacrev(f)(one) for one in x[:2]]))
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize(("name", "training"), pairs(ATTENTION, [False, True]))
 def test_gradients_of_each_sample(name: str, training: bool) -> None:
     layer, x = made(name).train(training), several(name)
     weights = {name: weight.detach() for name, weight in layer.named_parameters()}
@@ -63,8 +61,7 @@ def test_gradients_of_each_sample(name: str, training: bool) -> None:
             torch.testing.assert_close(found[key][i], weight.grad)
 
 
-@pytest.mark.parametrize("transform", [jacrev, jacfwd, lambda f: vmap(jacrev(f))])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "transform"), pairs(LAYERS, [jacrev, jacfwd, lambda f: vmap(jacrev(f))]))
 def test_nothing_of_a_transform_is_kept(name: str, transform: Callable[..., Any]) -> None:
     layer = LAYERS[name].build().eval().double()
     x = several(name, 2)
@@ -73,8 +70,7 @@ def test_nothing_of_a_transform_is_kept(name: str, transform: Callable[..., Any]
     torch.testing.assert_close(called(kept)(x[0]), called(layer)(x[0]))
 
 
-@pytest.mark.parametrize("argument", ["attn_mask", "key_padding_mask"])
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize(("name", "argument"), pairs(ATTENTION, ["attn_mask", "key_padding_mask"]))
 def test_vmap_over_masks(name: str, argument: str) -> None:
     layer, x = made(name, mask="any"), several(name, 2)
     padding = torch.zeros(2, LENGTH, dtype=torch.bool)

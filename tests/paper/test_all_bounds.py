@@ -14,7 +14,7 @@ from howsmooth.bounds import diameter_upper_bound, norm_radius
 from howsmooth.errors import HowsmoothError
 from howsmooth.models import Site, capture
 from howsmooth.paper import all_bounds as all_bounds
-from howsmooth.paper.bound_ratios import AS_CODED, KINDS, bound_table, bound_words, display_name
+from howsmooth.paper.bound_ratios import AS_CODED, KINDS, bound_table, bound_words
 from howsmooth.paper.figure_definition import choose_figures
 from howsmooth.paper.published_code import c_3_as_coded
 from howsmooth.paper.reproduce_options import FigureOptions
@@ -54,23 +54,15 @@ def bounded(tmp_path_factory: pytest.TempPathFactory) -> Bounded:
     with patch("howsmooth.models.capture", noted):
         options = asked(BERT, lengths=(6,), as_published=True)
         found = measured(ALL_BOUNDS, folder, options, told=told)
+    places = found[["model", "layer", "scope", "head", "text", "n"]].drop_duplicates()
+    assert places[["model", "layer"]].drop_duplicates().to_numpy().tolist() == [["bert", 0]]
+    assert places["head"].fillna(-1).tolist() == [0, 1, 2, 3, -1]  # heads, and all together
     # The last of each place: others were captured before, to see whether they can be.
     last = {(site.name, site.scope, site.head): site for site in sites if site.x.shape[1] == 6}
     return found, list(last.values()), folder, told
 
 
-def test_each_layer_head_text_and_length_is_bounded(bounded: Bounded) -> None:
-    rows = bounded[0]
-    found = rows[["model", "layer", "scope", "head", "text", "n"]].drop_duplicates()
-    assert len(found) == 4 + 1  # heads and all together
-    assert set(zip(found["model"], found["layer"], strict=True)) == {("bert", 0)}
-    assert set(rows.loc[rows["scope"] == "head", "head"]) == {0, 1, 2, 3}
-    assert rows.loc[rows["scope"] == "attention", "head"].isna().all()
-
-
-def test_the_measured_constant_is_the_norm_of_the_dense_jacobian(
-    bounded: Bounded,
-) -> None:
+def test_the_measured_constant_is_the_norm_of_the_dense_jacobian(bounded: Bounded) -> None:
     rows, sites, *_ = bounded
     checked = 0
     for site in sites:
@@ -92,9 +84,7 @@ def test_the_measured_constant_is_the_norm_of_the_dense_jacobian(
     assert checked == 2
 
 
-def test_bounds_are_those_of_the_library_at_these_tokens_and_this_ball(
-    bounded: Bounded,
-) -> None:
+def test_bounds_are_those_of_the_library_at_these_tokens_and_this_ball(bounded: Bounded) -> None:
     rows, sites, *_ = bounded
     heads = [site for site in sites if site.scope == "head"]
     assert len(heads) == 4
@@ -160,49 +150,42 @@ def test_what_cannot_be_bounded_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# ---------------------------------------------------------------- what is said
-
-
 def made_up(**changes: Any) -> pd.DataFrame:
     """Two heads with a bound each way; ratios 2 and 8, 4, and 0.5."""
     common = {
-        "source": "A theorem",
-        "model": "m",
-        "layer": 0,
-        "scope": "head",
-        "text": "t",
-        "n": 8,
-        "lower": 1.0,
-        "upper": 1.0,
-    }
+        "source": "A theorem", "model": "m", "layer": 0, "scope": "head", "text": "t", "n": 8,
+        "lower": 1.0, "upper": 1.0, "quantity": "q",
+    }  # fmt: skip
     rows = [
-        common | {"head": head, "name": name, "side": side, "kind": kind, "quantity": "q", "holds": holds,
+        common | {"head": head, "name": name, "side": kind.split()[1], "kind": kind, "holds": holds,
                   "log_value": math.log(value), "log_ratio": math.log(value)}
-        for head, name, side, kind, value, holds in (
-            (0, "certificate", "upper", "local upper", 2.0, True),
-            (1, "certificate", "upper", "local upper", 8.0, True),
-            (0, "theorem_3_3", "upper", "ball upper", 16.0, True),
-            (1, "theorem_3_3", "upper", "ball upper", 0.1, False),
-            (0, "two_heavy_tokens_lower_bound", "lower", "ball lower", 0.5, True),
+        for head, name, kind, value, holds in (
+            (0, "certificate", "local upper", 2.0, True),
+            (1, "certificate", "local upper", 8.0, True),
+            (0, "theorem_3_3", "ball upper", 16.0, True),
+            (1, "theorem_3_3", "ball upper", 0.1, False),
+            (0, "two_heavy_tokens_lower_bound", "ball lower", 0.5, True),
         )
     ]  # fmt: skip
     return pd.DataFrame(rows).assign(**changes)
 
 
-def test_the_words_follow_the_numbers() -> None:
+def test_the_words_and_the_table_follow_the_numbers() -> None:
+    table = bound_table(made_up()).set_index("bound")
+    assert list(table.index) == ["certificate", "Theorem 3.3", "two heavy tokens lower bound"]
+    assert (table.loc["Theorem 3.3", "cases"], table.loc["Theorem 3.3", "holds in"]) == (2, 1)
+    ratios = ["least ratio", "median ratio", "largest ratio"]
+    assert table.loc["certificate", ratios].to_list() == pytest.approx([2, 4, 8])
+    assert bound_table(made_up(holds=False))["median ratio"].isna().all()
     first, second = bound_words(made_up())
-    assert (
-        first == "3 bounds whose hypotheses hold were compared with measurements: none of them was violated."
-    )
-    assert second == (
-        "m, layer 0, each head: the tightest, with the median of its ratio to the measured constant, is of "
-        "the upper bounds at the tokens certificate, 4 (2 to 8); of the upper bounds over the ball "
-        "Theorem 3.3, 16 (16 to 16); of the lower bounds over the ball two heavy tokens lower bound, 0.5 "
-        "(0.5 to 0.5)."
-    )
-
-
-def test_bounds_without_a_logarithm_are_no_number() -> None:
+    assert first.startswith("3 bounds ")
+    for words in ("certificate, 4 (2 to 8)", "Theorem 3.3, 16 (16 to 16)", "lower bound, 0.5 (0.5 to 0.5)"):
+        assert words in second
+    # Of the published code, the formula is none.
+    rows = made_up()
+    rows.loc[0, ["name", "holds", "log_value", "log_ratio"]] = [AS_CODED, False, math.log(0.5), math.log(0.5)]
+    assert "lies below the measured constant in 1 of 1 cases" in bound_words(rows)[-1]
+    # Bounds without a logarithm are no number.
     rows = made_up()
     rows.loc[4, ["log_value", "log_ratio"]] = -math.inf
     rows.loc[0, ["log_value", "log_ratio"]] = math.inf
@@ -215,7 +198,8 @@ def test_bounds_without_a_logarithm_are_no_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lower", "words"), [(3.0, "1 of them was"), (9.0, "2 of them were"), (20.0, "3 of them were")]
+    ("lower", "words"),
+    [(1.0, "none of them was"), (3.0, "1 of them was"), (9.0, "2 of them were"), (20.0, "3 of them were")],
 )
 def test_a_violated_bound_would_be_said(lower: float, words: str) -> None:
     assert f"{words} violated" in bound_words(made_up(lower=lower))[0]
@@ -232,39 +216,6 @@ def test_the_tightest_is_the_smallest_upper_and_the_largest_lower_bound() -> Non
     words = bound_words(pd.concat([above, below, rows], ignore_index=True))[1]
     assert "upper bounds at the tokens certificate" in words
     assert "lower bounds over the ball two heavy tokens lower bound" in words
-
-
-def test_the_formula_of_the_published_code_is_said_to_be_none() -> None:
-    rows = made_up()
-    rows.loc[0, ["name", "holds", "log_value", "log_ratio"]] = [AS_CODED, False, math.log(0.5), math.log(0.5)]
-    assert "lies below the measured constant in 1 of 1 cases" in bound_words(rows)[-1]
-
-
-def test_the_table_counts_where_a_bound_holds_and_takes_ratios_there() -> None:
-    table = bound_table(made_up()).set_index("bound")
-    assert list(table.index) == ["certificate", "Theorem 3.3", "two heavy tokens lower bound"]
-    assert (table.loc["Theorem 3.3", "cases"], table.loc["Theorem 3.3", "holds in"]) == (2, 1)
-    assert table.loc[
-        "certificate", ["least ratio", "median ratio", "largest ratio"]
-    ].to_list() == pytest.approx([2, 4, 8])
-    never = bound_table(made_up(holds=False))
-    assert never["median ratio"].isna().all()
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("theorem_3_3", "Theorem 3.3"),
-        ("diameter_upper_bound", "diameter upper bound"),
-        ("lemma_3_8", "Lemma 3.8"),
-        ("weighted_two_atom_lower_bound", "weighted two atom lower bound"),
-        ("gram_upper_bound", "gram upper bound"),
-        ("ball_upper_bound", "Theorem A"),
-        ("two_heavy_tokens_lower_bound", "two heavy tokens lower bound"),
-    ],
-)
-def test_names_are_said_as_people_say_them(name: str, words: str) -> None:
-    assert display_name(name) == words
 
 
 def test_the_pictures_and_the_published_formula(bounded: Bounded) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,7 @@ from howsmooth.paper.balanced_tokens import balanced_direction
 from howsmooth.paper.figure_definition import PaperFigure, choose_figures
 from howsmooth.paper.gamma_r2 import over_texts
 from howsmooth.paper.growth_with_length import LengthGrowth
-from howsmooth.paper.quadratic_growth import (
-    FAR,
-    IDENTITY,
-    exponents_in_radius,
-    lengths_from_3,
-)
+from howsmooth.paper.quadratic_growth import FAR, IDENTITY, exponents_in_radius, lengths_from_3
 from howsmooth.study.measurement_run import run
 from howsmooth.study.plans import ModelSpec, Plan
 from howsmooth.study.ranges import Ranges
@@ -51,6 +45,7 @@ from tests._figures import (
     dense_norm,
     measured,
     never,
+    quick,
     shown,
     tiny_library,
 )  # fmt: skip
@@ -67,10 +62,16 @@ def gammas(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     return measured(GAMMA_RADIUS, tmp_path_factory.mktemp("gamma"), options)
 
 
-def test_gamma_is_that_of_the_eigenvalues_and_radius_that_of_the_model(gammas: pd.DataFrame) -> None:
-    rows = gammas
-    assert len(rows) == 2 * 2 * 3 * 4
-    rows = rows[rows["model"] == "bert"]
+def test_gamma_is_that_of_the_eigenvalues_and_radius_that_of_the_model(
+    gammas: pd.DataFrame, tmp_path: Path
+) -> None:
+    assert len(gammas) == 2 * 2 * 3 * 4
+    finding = shown(GAMMA_RADIUS, gammas, tmp_path)
+    bert = finding.tables[0][1].query("model == 'bert'")["γR²"]
+    enough = int((bert >= math.log(99) / 2).sum())
+    assert f"γR² is from {bert.min():z.3g} to {bert.max():.3g} over its 12 heads" in finding.seen[0]
+    assert f"In {enough} of 12 heads γR² is at least 2.30" in finding.seen[0]
+    rows = gammas[gammas["model"] == "bert"]
     for layer, h in itertools.product(range(3), range(4)):
         query, key, _, _ = bert_head(layer, h)
         values = np.linalg.eigvals((key.T @ query / math.sqrt(6)).numpy())
@@ -100,53 +101,27 @@ def _windows(model: str, n: int, samples: int) -> Tensor:
     return torch.tensor([ids[held[n, sample] : held[n, sample] + n] for sample in range(samples)])
 
 
-def test_radii_of_texts_are_weighed_by_their_tokens() -> None:
-    common = {"model": "m", "layer": 0, "head": 0, "gamma_min": -2.0, "gamma_max": 8.0, "gamma": 2.0}
-    rows = pd.DataFrame(
-        [
-            {**common, "n": 10, "samples": 3, "radius": 1.0, "radius_from": 0.5, "radius_to": 1.5},
-            {**common, "n": 30, "samples": 3, "radius": 3.0, "radius_from": 2.0, "radius_to": 4.0},
-        ]
-    )
-    (row,) = over_texts(rows).to_dict("records")
+NAMES = ("gamma_min", "gamma_max", "gamma", "n", "radius", "radius_from", "radius_to")
+
+
+def test_radii_are_weighed_by_tokens_and_heads_without_eigenvalues_counted_apart() -> None:
+    gammas = {0: (-2.0, 8.0, 2.0), 1: (None, None, None)}
+    rows = [
+        dict(zip(NAMES, (*gamma, *radii), strict=True))
+        | {"model": "m", "layer": 0, "head": head, "samples": 3}
+        for head, gamma in gammas.items()
+        for radii in ((10, 1.0, 0.5, 1.5), (30, 3.0, 2.0, 4.0))
+    ]
+    table = over_texts(pd.DataFrame(rows))
+    row, nothing = table.to_dict("records")
     assert row["radius"] == pytest.approx(math.sqrt((30 * 1 + 90 * 9) / 120))
     assert row["strength"] == pytest.approx(2 * (30 * 1 + 90 * 9) / 120)
     assert (row["strength_from"], row["strength_to"]) == (2 * 0.25, 2 * 16.0)
-
-
-def test_a_head_without_real_eigenvalue_is_counted_apart() -> None:
-    common = {
-        "model": "m",
-        "layer": 0,
-        "n": 1,
-        "samples": 1,
-        "radius": 1.0,
-        "radius_from": 1.0,
-        "radius_to": 1.0,
-    }
-    rows = pd.DataFrame(
-        [
-            {**common, "head": 0, "gamma_min": -4.0, "gamma_max": 1.0, "gamma": 4.0},
-            {**common, "head": 1, "gamma_min": None, "gamma_max": None, "gamma": None},
-        ]
-    )
-    table = over_texts(rows)
-    assert table["strength"].tolist()[0] == 4.0
-    assert math.isnan(table["strength"].tolist()[1])
+    assert math.isnan(nothing["strength"])
     words = gamma_radius.result_sentences(table)
-    assert "from 4 to 4 over its 1 heads" in words
+    assert "from 14 to 14 over its 1 heads" in words
     assert "In 1 of 1 heads" in words
     assert words.endswith("Without any real eigenvalue: 1 more.")
-
-
-def test_gamma_is_drawn_and_told(gammas: pd.DataFrame, tmp_path: Path) -> None:
-    finding = shown(GAMMA_RADIUS, gammas, tmp_path)
-    table = finding.tables[0][1]
-    bert = table[table["model"] == "bert"]["γR²"]
-    assert f"γR² is from {bert.min():z.3g} to {bert.max():.3g} over its 12 heads" in finding.seen[0]
-    enough = int((bert >= math.log(99) / 2).sum())
-    assert f"In {enough} of 12 heads γR² is at least 2.30" in finding.seen[0]
-    assert "gpt2" in finding.seen[1]
 
 
 @pytest.mark.parametrize("figure", [GAMMA_RADIUS, QUADRATIC_GROWTH], ids=lambda one: one.name)
@@ -173,20 +148,15 @@ def test_models_without_a_tokenizer_are_refused_with_what_to_do(
 # ---- quadratic growth
 
 
-def _heads() -> Iterator[SelfAttention]:
-    generator = torch.Generator().manual_seed(3)
-    for causal in (False, True):
-        for biased in (False, True):
-            query, key, value = torch.randn(3, 1, 2, 4, generator=generator, dtype=torch.float64)
-            bias = torch.randn(1, 2, generator=generator, dtype=torch.float64) if biased else None
-            yield SelfAttention(query, key, value, query_bias=bias, causal=causal)
-
-
 @pytest.mark.parametrize("n", [3, 6, 7])
-@pytest.mark.parametrize("f", list(_heads()), ids=lambda f: f.describe()[:60])
-def test_the_formula_is_the_last_block_of_the_jacobian(f: SelfAttention, n: int) -> None:
-    head = _head(f)
-    tokens = balanced_direction(head)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_formula_is_the_last_block_of_the_jacobian(causal: bool, biased: bool, n: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = torch.randn(3, 1, 2, 4, generator=generator, dtype=torch.float64)
+    bias = torch.randn(1, 2, generator=generator, dtype=torch.float64) if biased else None
+    f = SelfAttention(query, key, value, query_bias=bias, causal=causal)
+    tokens = balanced_direction(parameters_of(f).folded(0))
     x = tokens.tokens(n, 1.7)
     assert x.shape == (n, 4)
     assert float(x.sum(0).norm()) < 1e-12
@@ -197,33 +167,33 @@ def test_the_formula_is_the_last_block_of_the_jacobian(f: SelfAttention, n: int)
     assert tokens.formula(n, 1.7) <= dense_norm(f, x) * (1 + 1e-12)
 
 
-def _head(f: SelfAttention) -> Head:
-    return parameters_of(f).folded(0)
+def test_of_many_lengths_a_few_are_taken_with_both_ends_from_three_on(tmp_path: Path) -> None:
+    taken = lengths_from_3(tuple(range(2, 101, 2)))
+    assert len(taken) == 4
+    assert (taken[0], taken[-1]) == (4, 100)
+    assert taken == sorted(set(taken))
+    assert lengths_from_3((1, 2, 5, 4)) == [4, 5]
+    with pytest.raises(ArgumentError, match="at least 3"):
+        measured(QUADRATIC_GROWTH, tmp_path, asked(BERT, lengths=(1, 2)))
 
 
 def test_the_identity_grows_as_the_paper_says() -> None:
-    head = Head(2.5 * torch.eye(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64))
+    eye = torch.eye(3, dtype=torch.float64)
     for n in (3, 9):
-        assert balanced_direction(head).formula(n, 4.0) == pytest.approx(
-            1 / n + 2.5 * 16 * (n - 1) / n, rel=1e-12
-        )
-
-
-def test_heads_without_scores_are_refused() -> None:
-    nothing = torch.zeros(3, 3, dtype=torch.float64)
+        value = balanced_direction(Head(2.5 * eye, eye)).formula(n, 4.0)
+        assert value == pytest.approx(1 / n + 2.5 * 16 * (n - 1) / n, rel=1e-12)
     with pytest.raises(ArgumentError, match="not zero"):
-        balanced_direction(Head(nothing, torch.eye(3, dtype=torch.float64)))
+        balanced_direction(Head(0 * eye, eye))
 
 
 @pytest.fixture(scope="module")
 def growth(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quadratic_growth, "_STRENGTHS", (0.3, 400.0, 3000.0, 20000.0))
-        options = asked(BERT, DECODER, lengths=(3, 5), layers=Ranges.parse("1", "layers"), texts=("prose",))
+    options = asked(BERT, DECODER, lengths=(3, 5), layers=Ranges.parse("1", "layers"), texts=("prose",))
+    with quick():
         return measured(QUADRATIC_GROWTH, tmp_path_factory.mktemp("growth"), options)
 
 
-def test_quadratic_growth_measures_the_norm_of_the_jacobian(growth: pd.DataFrame) -> None:
+def test_quadratic_growth_measures_the_norm_of_the_jacobian(growth: pd.DataFrame, tmp_path: Path) -> None:
     rows = growth
     assert rows["converged"].all()
     identity = rows[rows["model"] == IDENTITY]
@@ -234,13 +204,16 @@ def test_quadratic_growth_measures_the_norm_of_the_jacobian(growth: pd.DataFrame
         signs = torch.tensor([1.0, -1.0] * ((row["n"] - 1) // 2) + [0.0], dtype=torch.float64)
         x = row["radius"] * signs[:, None] * torch.eye(4, dtype=torch.float64)[0]
         assert row["value"] == pytest.approx(dense_norm(f, x), rel=1e-6)
+    table = shown(QUADRATIC_GROWTH, growth, tmp_path).tables[0][1]
+    assert len(table) == 2 + 4 + 4
+    assert table["exponent"].between(1.9, 2.1).all()
     for h in (0, 3):
         query, key, value, bias = bert_head(1, h)
         head = SelfAttention(query[None], key[None], value[None], query_bias=bias[None])
         own = rows[(rows["model"] == "bert") & (rows["head"] == h)]
         assert set(own["n"]) == {5}
         assert int(own["real"].sum()) == 1
-        tokens = balanced_direction(_head(head))
+        tokens = balanced_direction(parameters_of(head).folded(0))
         for row in own.iloc[[0, 2, -1]].to_dict("records"):
             x = tokens.tokens(5, row["radius"])
             assert row["value"] == pytest.approx(dense_norm(head, x), rel=1e-5)
@@ -259,31 +232,6 @@ def test_exponents_in_the_radius_are_those_planted() -> None:
     (fit,) = exponents_in_radius(pd.DataFrame(rows)).to_dict("records")
     assert fit["exponent"] == pytest.approx(1.5, abs=1e-9)
     assert fit["points"] == int((radius * 40 >= FAR).sum())
-
-
-def test_quadratic_growth_is_drawn_and_told(growth: pd.DataFrame, tmp_path: Path) -> None:
-    rows = growth
-    finding = shown(QUADRATIC_GROWTH, growth, tmp_path)
-    table = finding.tables[0][1]
-    assert len(finding.seen) == 3
-    assert len(table) == 2 + 4 + 4
-    assert table["exponent"].between(1.9, 2.1).all()
-    real = rows[(rows["model"] == "bert") & rows["real"]]
-    assert f"R = {real['radius'].iloc[0]:.4g}" in finding.seen[1]
-    assert f"constants from {real['value'].min():.3g} to {real['value'].max():.3g}" in finding.seen[1]
-
-
-def test_lengths_too_short_for_a_pair_are_left_out_or_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="at least 3"):
-        measured(QUADRATIC_GROWTH, tmp_path, asked(BERT, lengths=(1, 2)))
-    assert lengths_from_3((1, 2, 5, 4)) == [4, 5]
-
-
-def test_of_many_lengths_a_few_are_taken_with_both_ends() -> None:
-    taken = lengths_from_3(tuple(range(2, 101, 2)))
-    assert len(taken) == 4
-    assert (taken[0], taken[-1]) == (4, 100)
-    assert taken == sorted(set(taken))
 
 
 # ---- GPT-2
@@ -318,13 +266,17 @@ def test_the_norms_are_those_of_the_models_own_hidden_states(gpt2: tuple[Any, Pa
 def test_gpt2_is_drawn_and_told(gpt2: tuple[Any, Path]) -> None:
     finding = shown(GPT2_GROWTH, *gpt2)
     table = finding.tables[0][1]
-    assert table[["layer", "text"]].to_numpy().tolist() == [
-        [layer, text] for layer in (0, 1, 2) for text in ("prose", OTHER)
-    ]
-    first = table.iloc[0]
-    assert f"n to the power {decimal(first['exponent'], 2)}" in finding.seen[0]
+    places = [[layer, text] for layer in (0, 1, 2) for text in ("prose", OTHER)]
+    assert table[["layer", "text"]].to_numpy().tolist() == places
+    assert f"n to the power {decimal(table.iloc[0]['exponent'], 2)}" in finding.seen[0]
     radii = gpt2[0][0][0][0].entering["radius"]
     assert f"those that enter the layer {radii.min():.3g} to {radii.max():.3g}" in finding.seen[0]
+    # Norms that are all the same have no correlation.
+    rows = pd.DataFrame({"n": [4, 8, 16, 32], "radius_mean": [5.0] * 4, "lipschitz": [1.0, 2.0, 4.0, 8.0]})
+    growing = pd.DataFrame({"n": rows["n"], "radius": rows["n"] * 2.0})
+    columns = LengthGrowth("m", 0, "prose", rows.assign(converged=True), rows.iloc[:0], growing).columns()
+    assert math.isnan(columns["correlation, given to attention"])
+    assert columns["correlation, entering the layer"] == pytest.approx(1)
 
 
 def test_what_was_asked_for_last_is_shown_and_no_more(gpt2: tuple[Any, Path]) -> None:
@@ -368,13 +320,3 @@ def test_without_the_entering_tokens_the_constants_are_shown_with_the_reason(tmp
     # What could not be captured is tried again.
     _, reasons = measured(GPT2_GROWTH, tmp_path, options)
     assert not reasons
-
-
-def test_norms_that_are_all_the_same_have_no_correlation() -> None:
-    rows = pd.DataFrame({"n": [4, 8, 16, 32], "radius_mean": [5.0] * 4, "lipschitz": [1.0, 2.0, 4.0, 8.0]})
-    rows["converged"] = True
-    growing = pd.DataFrame({"n": rows["n"], "radius": rows["n"] * 2.0})
-    series = LengthGrowth("m", 0, "prose", rows, rows.iloc[:0], growing)
-    columns = series.columns()
-    assert math.isnan(columns["correlation, given to attention"])
-    assert columns["correlation, entering the layer"] == pytest.approx(1)

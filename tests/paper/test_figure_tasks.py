@@ -40,15 +40,6 @@ def figure(measure: Callable[[int], Any] = one, name: str = "made-up") -> PaperF
     return PaperFigure(name, name, name, "About.", all_units, lambda found, folder: Finding([], []))
 
 
-def test_rows_come_back_as_they_were_under_their_key(tmp_path: Path) -> None:
-    rows = measured(figure(), tmp_path, FigureOptions())
-    assert rows["n"].tolist() == [4, 4, 8, 8, 16, 16]
-    assert rows["value"].tolist() == [4.1, -4.0, 8.1, -8.0, 16.1, -16.0]
-    assert rows["log"][0] == float("inf")
-    assert rows["none"].isna().all()
-    assert rows["names"][0] == ["a", "ü"]
-
-
 def test_after_an_interruption_only_missing_units_are_computed(tmp_path: Path) -> None:
     calls: list[int] = []
 
@@ -64,6 +55,14 @@ def test_after_an_interruption_only_missing_units_are_computed(tmp_path: Path) -
     assert calls == [4, 8, 8, 16]  # a unit is kept whole or not at all
     pd.testing.assert_frame_equal(rows, measured(figure(stopping), tmp_path, FigureOptions()))
     assert len(calls) == 4
+    # Rows come back as they were.
+    assert rows["n"].tolist() == [4, 4, 8, 8, 16, 16]
+    assert rows["value"].tolist() == [4.1, -4.0, 8.1, -8.0, 16.1, -16.0]
+    assert rows["log"][0] == float("inf")
+    assert rows["none"].isna().all()
+    assert rows["names"][0] == ["a", "ü"]
+    with pytest.raises(StoreError, match=r"--seed 0, not 1\. Choose another --out, or repeat --seed 0"):
+        measured(figure(), tmp_path, FigureOptions(seed=1))
 
 
 def test_a_failed_unit_is_recorded_and_tried_again(tmp_path: Path) -> None:
@@ -81,12 +80,6 @@ def test_a_failed_unit_is_recorded_and_tried_again(tmp_path: Path) -> None:
     measured(figure(), tmp_path, FigureOptions())
     with Store.open(tmp_path, write=False) as store:
         assert not store.rows(Failure)
-
-
-def test_another_seed_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    measured(figure(), tmp_path, FigureOptions())
-    with pytest.raises(StoreError, match=r"--seed 0, not 1\. Choose another --out, or repeat --seed 0"):
-        measured(figure(), tmp_path, FigureOptions(seed=1))
 
 
 @pytest.mark.parametrize("one", FIGURES, ids=lambda one: one.name)

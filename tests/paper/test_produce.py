@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -59,115 +60,75 @@ def pretence(monkeypatch: pytest.MonkeyPatch) -> Pretence:
     return found
 
 
-def test_all_figures_are_made_in_their_order(
-    pretence: Pretence, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """Type ``howsmooth reproduce``, whose folder is the one of the test."""
+
+    def type_(words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(["reproduce", *words.split(), *([] if "--list" in words else ["--out", str(tmp_path)])])
+        return code, *capsys.readouterr()
+
+    return type_
+
+
+def test_all_figures_are_made_in_their_order_and_stay_on_the_page(
+    pretence: Pretence, tmp_path: Path, typed: Any
 ) -> None:
-    assert main(["reproduce", "--out", str(tmp_path / "out")]) == 0
-    assert [name for name, _ in pretence.asked] == ["one", "two"]
-    said = capsys.readouterr()
-    assert "  - one was measured 1 times.\n" in said.out
-    assert f"Page: {tmp_path / 'out' / 'reproduce.html'}" in said.out
-    page = (tmp_path / "out" / "reproduce.html").read_text()
-    assert page.index("Title of one") < page.index("Title of two")
-    assert f"howsmooth reproduce --out {tmp_path / 'out'}" in page
-    assert (tmp_path / "out" / "two" / "table-1.csv").read_text() == "times,value\n2,\n"
-
-
-def test_what_is_asked_reaches_the_figure(
-    pretence: Pretence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = (
-        "reproduce two --model a --model b,as-decoder --model c,random-init,as-decoder --text x --text y "
-        "--layers 0,-1 --lengths 2:6:2 --samples 3 --seed 5 --device cpu:0 --as-published --search --quiet "
-        f"--out {tmp_path}"
-    )
-    monkeypatch.chdir(tmp_path)
-    for name in "xy":
-        Path(name).write_text("a text")
-    assert main(words.split()) == 0
-    ((name, asked),) = pretence.asked
-    assert name == "two"
-    assert asked.models == (
-        ModelSpec("a"),
-        ModelSpec("b", as_decoder=True),
-        ModelSpec("c", random_init=True, as_decoder=True),
-    )
-    assert (asked.texts, asked.lengths, asked.samples) == (("x", "y"), (2, 4, 6), 3)
-    assert asked.layers is not None
-    assert asked.layers.text == "0,-1"
-    assert (asked.seed, asked.device, asked.as_published, asked.search) == (5, "cpu:0", True, True)
-
-
-def test_defaults_leave_the_choice_to_the_figure(pretence: Pretence, tmp_path: Path) -> None:
-    assert main(["reproduce", "one", "-q", "--out", str(tmp_path)]) == 0
-    ((_, asked),) = pretence.asked
-    assert asked == FigureOptions()
-
-
-def test_the_result_for_machines(
-    pretence: Pretence, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["reproduce", "two", "--json", "--quiet", "--out", str(tmp_path)]) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    found = json.loads(said.out)
+    (tmp_path / "two").mkdir()  # as if it was begun
+    code, out, err = typed("one --quiet --json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
     check_documented("reproduce", found)
     (figure,) = found["figures"]
-    assert figure["name"] == "two"
-    assert figure["seen"] == ["two was measured 1 times."]
+    assert (figure["name"], figure["seen"]) == ("one", ["one was measured 1 times."])
     assert figure["tables"] == [{"caption": "Times", "rows": [{"times": 1, "value": None}]}]
-    assert Path(found["page"]).is_file()
     assert Path(figure["pictures"][0]["pdf"]).is_file()
-
-
-def test_the_times_for_machines(
-    pretence: Pretence, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["reproduce", "two", "--dry-run", "--json", "--out", str(tmp_path)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    page = Path(found["page"])
+    assert "Title of two" not in page.read_text()
+    code, out, _ = typed("two")
+    assert code == 0
+    assert "  - two was measured 2 times.\n" in out
+    assert "one was measured" not in out
+    assert f"Page: {page}" in out
+    text = page.read_text()
+    assert text.index("Title of one") < text.index("Title of two")
+    assert f"howsmooth reproduce two --out {tmp_path}" in text
+    assert (tmp_path / "two" / "table-1.csv").read_text() == "times,value\n2,\n"
+    assert typed("")[0] == 0
+    assert pretence.asked[1:] == [
+        ("two", FigureOptions()),
+        ("one", FigureOptions()),
+        ("two", FigureOptions()),
+    ]
+    found = json.loads(typed("two --dry-run --json")[1])
     check_documented("reproduce --dry-run", found)
     assert [(one["name"], one["tasks"]) for one in found["figures"]] == [("two", 0)]
 
 
-def test_what_was_made_before_stays_on_the_page(
-    pretence: Pretence, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_is_asked_reaches_the_figure(
+    pretence: Pretence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Any
 ) -> None:
-    assert main(["reproduce", "two", "-q", "--out", str(tmp_path)]) == 0
-    assert main(["reproduce", "one", "--out", str(tmp_path)]) == 0
-    page = (tmp_path / "reproduce.html").read_text()
-    assert "one was measured 2 times." in page
-    assert "two was measured 1 times." in page
-    assert "two was measured" not in capsys.readouterr().out
-    assert main(["reproduce", "one", "-q", "--json", "--out", str(tmp_path)]) == 0
-    assert [one["name"] for one in json.loads(capsys.readouterr().out)["figures"]] == ["one"]
-
-
-def test_after_an_interruption_the_page_has_the_finished_figures(
-    pretence: Pretence, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(name: str) -> None:
-        if name == "two":
-            raise KeyboardInterrupt
-
-    pretence.before = interrupt
-    assert main(["reproduce", "--out", str(tmp_path)]) == 130
-    said = capsys.readouterr().err
-    assert "finished figures and measurements are saved" in said
-    assert "reproduce.html shows the finished figures." in said
-    page = (tmp_path / "reproduce.html").read_text()
-    assert "one was measured 1 times." in page
-    assert "two was measured" not in page
-
-
-def test_a_figure_is_also_named_as_in_the_paper() -> None:
-    (figure,) = figure_definition.choose_figures(["figure-2"])
-    assert figure.name == "adversarial"
-    assert [one.name for one in figure_definition.choose_figures(["appendix-c.5", "figure-1"])] == [
-        "figure-1",
-        "gamma-r2",
-    ]
-    with pytest.raises(ArgumentError, match=r"one of figure-1, .* got 'adversaral'\. Is adversarial meant\?"):
-        figure_definition.choose_figures(["adversaral"])
+    words = (
+        "two --model a,x --model b,as-decoder --model a,b,random-init,as-decoder --text x --text y "
+        "--layers 0,-1 --lengths 2:6:2 --samples 3 --seed 5 --device cpu:0 --as-published --search --quiet"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in "xy":
+        Path(name).write_text("a text")
+    assert typed(words) == (0, "", "")
+    ((name, asked),) = pretence.asked
+    assert name == "two"
+    assert asked.models == (
+        ModelSpec("a,x"),
+        ModelSpec("b", as_decoder=True),
+        ModelSpec("a,b", random_init=True, as_decoder=True),
+    )
+    assert FigureOptions(models="as-decoder").models == (ModelSpec("as-decoder"),)
+    assert (asked.texts, asked.lengths, asked.samples) == (("x", "y"), (2, 4, 6), 3)
+    assert asked.layers is not None
+    assert asked.layers.text == "0,-1"
+    assert (asked.seed, asked.device, asked.as_published, asked.search) == (5, "cpu:0", True, True)
 
 
 def test_figures_share_models(pretence: Pretence, tmp_path: Path) -> None:
@@ -184,108 +145,89 @@ def test_figures_share_models(pretence: Pretence, tmp_path: Path) -> None:
     assert work.loads == ["small"]
 
 
-def test_what_was_begun_only_is_not_on_the_page(pretence: Pretence, tmp_path: Path) -> None:
-    (tmp_path / "two").mkdir(parents=True)
-    assert main(["reproduce", "one", "-q", "--out", str(tmp_path)]) == 0
-    assert "Title of two" not in (tmp_path / "reproduce.html").read_text()
-
-
-def test_one_refused_figure_does_not_stop_the_others(
-    pretence: Pretence, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_refused_figure_does_not_stop_the_others(pretence: Pretence, tmp_path: Path, typed: Any) -> None:
     def refuse(name: str) -> None:
-        if name == "one":
-            raise ModelError("This model has no heads.")
+        if name in refused:
+            raise ModelError(f"No heads for {name}.")
 
-    pretence.before = refuse
-    assert main(["reproduce", "--out", str(tmp_path)]) == 3
-    assert "Not made: This model has no heads." in capsys.readouterr().out
+    pretence.before, refused = refuse, ["one", "two"]
+    assert typed("-q") == (2, "", "error: No heads for one.\n")
+    assert not (tmp_path / "reproduce.html").exists()
+    refused.remove("two")
+    code, out, _ = typed("")
+    assert code == 3
+    assert "Not made: No heads for one." in out
     page = (tmp_path / "reproduce.html").read_text()
     assert "could not be made" in page
     assert "two was measured" in page
 
 
-def test_if_nothing_can_be_made_it_is_refused(
-    pretence: Pretence, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(name: str) -> None:
-        raise ModelError(f"No heads for {name}.")
-
-    pretence.before = refuse
-    assert main(["reproduce", "-q", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "error: No heads for one.\n"
-    assert not (tmp_path / "reproduce.html").exists()
-
-
-def test_an_interruption_says_how_to_go_on(
-    pretence: Pretence, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interruption_says_how_to_go_on(pretence: Pretence, tmp_path: Path, typed: Any) -> None:
     def interrupt(name: str) -> None:
-        raise KeyboardInterrupt
+        if name == interrupted:
+            raise KeyboardInterrupt
 
-    pretence.before = interrupt
-    assert main(["reproduce", "one", "-q", "--out", str(tmp_path)]) == 130
-    said = capsys.readouterr().err
-    assert "interrupted: nothing was measured yet. Continue with:" in said
+    pretence.before, interrupted = interrupt, "one"
+    code, _, err = typed("one -q")
+    assert code == 130
+    assert "interrupted: nothing was measured yet. Continue with:" in err
     (tmp_path / "one").mkdir(exist_ok=True)
     (tmp_path / "one" / STORE_NAME).touch()  # as if it had measurements
-    assert main(["reproduce", "one", "-q", "--out", str(tmp_path)]) == 130
-    said = capsys.readouterr().err
-    assert f"saved in {tmp_path}" in said
-    assert "There is no page yet, since a figure is drawn once all its measurements are made." in said
+    code, _, err = typed("one -q")
+    assert code == 130
+    assert f"saved in {tmp_path}" in err
+    assert "There is no page yet, since a figure is drawn once all its measurements are made." in err
     assert not (tmp_path / "reproduce.html").exists()
-    assert f"howsmooth reproduce one -q --out {tmp_path}" in said
+    assert f"howsmooth reproduce one -q --out {tmp_path}" in err
+    (tmp_path / "one" / STORE_NAME).unlink()
+    interrupted = "two"
+    code, _, err = typed("")
+    assert code == 130
+    assert "reproduce.html shows the finished figures." in err
+    page = (tmp_path / "reproduce.html").read_text()
+    assert "one was measured 1 times." in page
+    assert "two was measured" not in page
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (
-            ["three"],
-            "figure: expected one of one, two, or a place in the paper such as figure-2, got 'three'",
-        ),
-        (["--model", "a", "--model", "a"], "each only once, got 'a' twice"),
-        (["--model", "a,as-decoder", "--model", "a,as-decoder"], "'a (as decoder)' twice"),
-        (["--lengths", "0"], "lengths: expected numbers of at least 1"),
+        ("three", "figure: expected one of one, two, or a place in the paper such as figure-2, got 'three'"),
+        ("--model a --model a", "each only once, got 'a' twice"),
+        ("--model a,as-decoder --model a,as-decoder", "'a (as decoder)' twice"),
+        ("--lengths 0", "lengths: expected numbers of at least 1"),
+        ("one --out FILE", "expected a writable folder"),
     ],
 )
 def test_impossible_words_are_refused_in_a_sentence(
-    pretence: Pretence, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], reason: str
+    pretence: Pretence, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, reason: str
 ) -> None:
-    assert main(["reproduce", *arguments, "-q", "--out", str(tmp_path / "out")]) == 2
+    (tmp_path / "file").write_text("")
+    words = arguments.replace("FILE", str(tmp_path / "file")).split()
+    if "--out" not in words:
+        words += ["--out", str(tmp_path / "out")]
+    assert main(["reproduce", *words, "-q"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ")
     assert said.count("\n") == 1
     assert reason in said
     assert not (tmp_path / "out").exists()
-    assert not pretence.asked
+    assert not any(asked for name, asked in pretence.asked if name != "one")
 
 
-def test_a_folder_that_cannot_be_written_is_refused(
-    pretence: Pretence, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(["reproduce", "one", "-q", "--out", str(tmp_path / "file")]) == 2
-    assert "writable folder" in capsys.readouterr().err
-
-
-def test_the_list_names_each_figure_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", "--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [one.name for one in figure_definition.FIGURES]
-    assert lines[0].startswith("figure-1 ")
-    assert main(["reproduce", "--list", "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
+def test_the_list_names_each_figure_once(typed: Any) -> None:
+    code, out, _ = typed("--list")
+    assert code == 0
+    names = [line.split()[0] for line in out.splitlines()]
+    assert names == [one.name for one in figure_definition.FIGURES]
+    listed = json.loads(typed("--list --json")[1])
     check_documented("reproduce --list", listed[0])
-    assert [one["name"] for one in listed] == [line.split()[0] for line in lines]
-
-
-def test_options_behind_a_name_leave_other_commas_alone() -> None:
-    both = ModelSpec("a,b", random_init=True, as_decoder=True)
-    assert FigureOptions(models=["a,b,random-init,as-decoder"]).models == (both,)
-    assert FigureOptions(models="as-decoder").models == (ModelSpec("as-decoder"),)
-    with pytest.raises(ArgumentError):
-        FigureOptions(models=["a,as-decoder", "a,as-decoder"])
+    assert [one["name"] for one in listed] == names
+    # A figure is also named as in the paper.
+    chosen = figure_definition.choose_figures(["figure-2", "appendix-c.5", "figure-1"])
+    assert [one.name for one in chosen] == ["figure-1", "adversarial", "gamma-r2"]
+    with pytest.raises(ArgumentError, match=r"one of figure-1, .* got 'adversaral'\. Is adversarial meant\?"):
+        figure_definition.choose_figures(["adversaral"])
 
 
 def test_figure_1_of_a_real_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,19 @@ from howsmooth.paper.worst_inputs import side_by_side
 from howsmooth.study.ranges import Ranges
 from howsmooth.study.records import FigureRow, Measurement
 from howsmooth.study.store import Store
-from tests._figures import BERT, GPT2, LLAMA, asked, bert_head, counting, dense_norm, measured, never, shown
+from tests._figures import (
+    BERT,
+    GPT2,
+    LLAMA,
+    asked,
+    bert_head,
+    counting,
+    dense_norm,
+    measured,
+    never,
+    quick,
+    shown,
+)
 from tests._tiny_models import tiny
 
 (WORST_INPUTS,) = choose_figures(["figure-2"])
@@ -36,11 +48,7 @@ ATTACKED = {
 @pytest.fixture(autouse=True, scope="module")
 def _quick() -> Iterator[None]:
     """Attack the ball of the model's own tokens only, with few starts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worst_inputs, "RADII", ())
-        effort = {"steps": 1, "random_starts": 0, "atom_restarts": 2, "atom_steps": 5}
-        patch.setattr(worst_inputs, "_EFFORT", effort)
-        patch.setattr(worst_inputs, "_OTHER_EFFORT", effort | {"steps": 4, "random_starts": 2})
+    with quick():
         yield
 
 
@@ -71,17 +79,14 @@ def _clusters(query: Tensor, key: Tensor, bias: Tensor, radius: float, n: int) -
     return [torch.stack([sign * u, *[light * sign * u] * (n - 1)]) for sign in (1, -1)]
 
 
-def _check_published(head: SelfAttention, tokens: list[Tensor], value: float) -> None:
-    """The published iteration gives the root of |Jᵀ f(X)|."""
-    roots = []
-    for x in tokens:
-        image, pull_back = torch.func.vjp(head, x)
-        roots.append(float(pull_back(image)[0].norm()) ** 0.5)
-    assert min(abs(value / root - 1) for root in roots) < 1e-4
+def _root(head: SelfAttention, x: Tensor) -> float:
+    """The root of |Jᵀ f(X)|, which the published iteration gives."""
+    image, pull_back = torch.func.vjp(head, x)
+    return float(pull_back(image)[0].norm()) ** 0.5
 
 
-def _check_constant(head: SelfAttention, tokens: list[Tensor], value: float) -> None:
-    assert min(abs(value / dense_norm(head, x) - 1) for x in tokens) < 1e-4
+def _check(value: float, of: Callable[..., float], head: SelfAttention, tokens: list[Tensor]) -> None:
+    assert min(abs(value / of(head, x) - 1) for x in tokens) < 1e-4
 
 
 def test_the_papers_tokens_have_the_constant_of_the_dense_jacobian(
@@ -103,8 +108,8 @@ def test_the_papers_tokens_have_the_constant_of_the_dense_jacobian(
         )
         own = rows[(rows["head"] == h) & (rows["n"] == 4)]
         tokens = _clusters(query, key, bias, longest, 4)
-        _check_constant(head, tokens, own[own["kind"] == "paper"]["value"].item())
-        _check_published(head, tokens, own[own["kind"] == "as published"]["value"].item())
+        _check(own[own["kind"] == "paper"]["value"].item(), dense_norm, head, tokens)
+        _check(own[own["kind"] == "as published"]["value"].item(), _root, head, tokens)
 
 
 def test_the_published_tokens_of_gpt2_are_those_of_rows_instead_of_columns(
@@ -126,9 +131,9 @@ def test_the_published_tokens_of_gpt2_are_those_of_rows_instead_of_columns(
             "value"
         ]
         wrong = _clusters(columns[0][place], columns[1][place], bias[place], radius, 4)
-        _check_constant(head, wrong, own["wrong slices"])
-        _check_constant(head, _clusters(query, key, bias[place], radius, 4), own["paper"])
-        _check_published(head, wrong, own["as published"])
+        _check(own["wrong slices"], dense_norm, head, wrong)
+        _check(own["paper"], dense_norm, head, _clusters(query, key, bias[place], radius, 4))
+        _check(own["as published"], _root, head, wrong)
         assert abs(own["wrong slices"] / own["paper"] - 1) > 1e-3
 
 
@@ -162,19 +167,6 @@ def test_the_worst_inputs_are_drawn_and_told(attacked: tuple[pd.DataFrame, Path]
     assert "sliced along the wrong axis" in finding.seen[3]
 
 
-def test_the_published_items_are_shown_if_they_were_asked_for_last(
-    attacked: tuple[pd.DataFrame, Path],
-) -> None:
-    found, folder = attacked
-    kept = units(folder)
-    again = measured(WORST_INPUTS, folder, asked(BERT, **ATTACKED), never)
-    pd.testing.assert_frame_equal(units(folder), kept)
-    assert again["as published"].isna().all()
-    published = ["wrong slices", "as published", "unsettled"]
-    before = found[found["model"] == "bert"]
-    pd.testing.assert_frame_equal(again.drop(columns=published), before.drop(columns=published))
-
-
 def test_lengths_size_the_search_and_an_interruption_keeps_finished_balls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,30 +187,17 @@ def test_lengths_size_the_search_and_an_interruption_keeps_finished_balls(
 def test_what_did_not_converge_is_left_out_and_counted() -> None:
     rows = pd.DataFrame(
         [
-            {"n": 8, "kind": "paper", "name": "two_cluster", "head": 0, "value": 3.0, "converged": True},
-            {"n": 8, "kind": "paper", "name": "two_cluster", "head": 1, "value": 5.0, "converged": True},
-            {"n": 8, "kind": "paper", "name": "two_cluster", "head": 2, "value": 99.0, "converged": False},
-            {"n": 8, "kind": "search", "name": "atoms", "head": 1, "value": 77.0, "converged": False},
-            {
-                "n": 8,
-                "kind": "search",
-                "name": "two_heavy_tokens",
-                "head": 1,
-                "value": 7.0,
-                "converged": True,
-            },
-            {
-                "n": 8,
-                "kind": "search",
-                "name": "of another head",
-                "head": 0,
-                "value": 50.0,
-                "converged": True,
-            },
-            {"n": 8, "kind": "upper", "name": "a", "head": 0, "log_value": 3.0},
-            {"n": 8, "kind": "theirs", "name": "theorem_3_3", "head": 0, "log_value": 4.0},
-        ]
-    )
+            (8, "paper", "two_cluster", 0, 3.0, True),
+            (8, "paper", "two_cluster", 1, 5.0, True),
+            (8, "paper", "two_cluster", 2, 99.0, False),
+            (8, "search", "atoms", 1, 77.0, False),
+            (8, "search", "two_heavy_tokens", 1, 7.0, True),
+            (8, "search", "of another head", 0, 50.0, True),
+            (8, "upper", "a", 0, None, None),
+            (8, "theirs", "theorem_3_3", 0, None, None),
+        ],
+        columns=["n", "kind", "name", "head", "value", "converged"],
+    ).assign(log_value=[math.nan] * 6 + [3.0, 4.0])
     text = pd.DataFrame({"head": [0, 1], "lipschitz": [1.0, 2.0]})
     row = side_by_side(rows, text, 1)
     assert (row["paper"], row["paper median"], row["paper high"]) == (5.0, 4.0, 5.0)
@@ -228,33 +207,35 @@ def test_what_did_not_converge_is_left_out_and_counted() -> None:
     assert math.isnan(row["wrong slices"])
 
 
-def test_without_a_search_the_papers_tokens_are_shown_alone(attacked: tuple[pd.DataFrame, Path]) -> None:
+def test_what_was_asked_for_last_is_shown_of_what_was_measured(
+    attacked: tuple[pd.DataFrame, Path], tmp_path: Path
+) -> None:
     found, folder = attacked
-    options = asked(BERT, **ATTACKED | {"search": False})
-    rows = measured(WORST_INPUTS, folder, options, never)
+    kept, before = units(folder), found[found["model"] == "bert"]
+    rows = measured(WORST_INPUTS, folder, asked(BERT, **ATTACKED), never)
+    pd.testing.assert_frame_equal(units(folder), kept)
+    assert rows["as published"].isna().all()
+    published = ["wrong slices", "as published", "unsettled"]
+    pd.testing.assert_frame_equal(rows.drop(columns=published), before.drop(columns=published))
+    # Without a search the paper's tokens are shown alone.
+    rows = measured(WORST_INPUTS, folder, asked(BERT, **ATTACKED | {"search": False}), never)
     same = ["paper", "paper median", "text median", "upper", "theirs"]
-    pd.testing.assert_frame_equal(rows[same], found[found["model"] == "bert"][same])
-    finding = shown(WORST_INPUTS, rows, folder)
+    pd.testing.assert_frame_equal(rows[same], before[same])
+    finding = shown(WORST_INPUTS, rows, tmp_path)
     assert "largest found" not in finding.tables[0][1]
     assert "found" not in finding.seen[0]
     ratio = (rows["paper"] / np.exp(rows["upper"])).sort_values()
     assert f"is {ratio.iloc[0]:.3g} to {ratio.iloc[1]:.3g} times howsmooth's upper bound" in finding.seen[0]
-
-
-def test_a_constant_that_no_larger_radius_raises_is_told(
-    attacked: tuple[pd.DataFrame, Path], tmp_path: Path
-) -> None:
-    one = attacked[0][attacked[0]["model"] == "bert"]
+    # A constant that no larger radius raises is told.
     for factor, saturated in ((1.001, True), (1.1, False)):
-        both = pd.concat([one, one.assign(R=2 * one["R"], paper=factor * one["paper"])])
+        both = pd.concat([before, before.assign(R=2 * before["R"], paper=factor * before["paper"])])
         said = " ".join(shown(WORST_INPUTS, both, tmp_path).seen)
         assert ("at the paper's tokens has saturated: from R = " in said) == saturated
 
 
 def test_rotary_heads_have_the_search_the_text_and_the_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(worst_inputs, "RADII", ())
     options = asked(LLAMA, **ATTACKED | {"lengths": (4, 40)})
     rows = measured(WORST_INPUTS, tmp_path, options)
     assert rows["n"].tolist() == [4]  # rotary positions are known for the model's lengths alone

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import howsmooth as hs
-from howsmooth.cli import main
 from howsmooth.results.result import in_interval
 from tests._tiny_models import WithoutDowncast, tiny, token_ids
 from tests.architectures.build import build
@@ -102,31 +100,33 @@ def test_layers_that_share_their_weights() -> None:
         assert np.allclose(found[name][1:3], exact, rtol=2e-6)
 
 
-def test_a_model_without_blocks_is_refused() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.attention = nn.Embedding(9, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+class _NoBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.attention = nn.Embedding(90, 8), nn.MultiheadAttention(8, 2, batch_first=True)
 
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.embedding(ids)
-            return x + self.attention(x, x, x)[0]
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return x + self.attention(x, x, x)[0]
 
+
+def test_what_cannot_be_profiled_is_refused() -> None:
     with pytest.raises(hs.errors.CaptureError, match="has no blocks"):
-        hs.depth_profile(Model().eval(), torch.arange(4)[None])
+        hs.depth_profile(_NoBlocks().eval(), token_ids(1, 4))
+    with pytest.raises(hs.errors.ArgumentError, match="output: expected one of hidden, logits, margin"):
+        hs.depth_profile(tiny("bert"), token_ids(1, 4), output="probabilities")
 
 
 def test_no_map_exceeds_the_product_of_its_parts() -> None:
     found = hs.depth_profile(tiny("bert"), token_ids(1, 6), rtol=1e-4).table
     assert (found["ratio"] <= 1 + 1e-3).all()
     for one, following in pairwise(found.to_dict("records")):
+        beyond = following["beyond"] if following["beyond"] > 0 else 1
         assert following["until"] <= one["until"] * following["own"] * (1 + 1e-3)
-        assert one["beyond"] <= following["own"] * (following["beyond"] if following["beyond"] > 0 else 1) * (
-            1 + 1e-3
-        )
+        assert one["beyond"] <= following["own"] * beyond * (1 + 1e-3)
 
 
-def test_what_a_profile_shows(tmp_path: Path) -> None:
+def test_what_a_profile_shows() -> None:
     found = hs.depth_profile(tiny("llama"), token_ids(1, 4))
     assert found.value == found.table["until"].iloc[-1]
     assert repr(found).count("\n") == len(found.table) + 8
@@ -160,46 +160,14 @@ def test_what_a_profile_shows(tmp_path: Path) -> None:
     assert " style=" not in found.page({"depth": "data:,"})  # the page's security policy forbids it
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--scope", "model", "--span", "0:4", "--rtol", "1e-2", "--output", "margin", "--json", "-q"]
-    assert main(["profile", "builtin-decoder", *options, "--out", str(tmp_path)]) == 0
-    written = capsys.readouterr().out
-    assert '"output": "margin"' in written
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "depth.csv",
-        "depth.html",
-        "depth.pdf",
-        "depth.png",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--output", "logits"], "output: expected hidden unless the scope is model"),
-        (["--scope", "model", "--layers", "0"], "layers: expected none with the scope model"),
-    ],
-)
-def test_options_that_do_not_fit(
-    options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["profile", "builtin-encoder", *options, "--out", str(tmp_path)]) == 2
-    assert words in " ".join(capsys.readouterr().err.split())
-
-
-def test_an_output_that_is_not_known() -> None:
-    with pytest.raises(hs.errors.ArgumentError, match="output: expected one of hidden, logits, margin"):
-        hs.depth_profile(tiny("bert"), token_ids(1, 4), output="probabilities")
-
-
-class _Tagger(torch.nn.Module):
+class _Tagger(nn.Module):
     """A module of one's own, which returns logits (batch, n, 5) and no hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = torch.nn.Embedding(50, 8)
-        self.blocks = torch.nn.ModuleList([torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)])
-        self.head = torch.nn.Linear(8, 5)
+        self.embed = nn.Embedding(50, 8)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)])
+        self.head = nn.Linear(8, 5)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.blocks[0](self.embed(ids)))

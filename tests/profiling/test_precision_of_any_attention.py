@@ -5,7 +5,6 @@ The oracle quantises keys and values in the model's own code.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -15,8 +14,9 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     LlamaConfig,
@@ -24,16 +24,19 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+from transformers.models.bert import modeling_bert
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 import howsmooth as hs
 from howsmooth.models.recorded_softmaxes import RecordedModel
+from tests import _hand_written
+from tests._hand_written import Llama, LlamaAttention
 from tests._tiny_models import token_ids
-from tests.profiling.test_kv_cache_quantisation import SHAPE, quantised, with_sharp_attention
+from tests.profiling.test_kv_cache_quantisation import SHAPE, divergence, quantised, with_sharp_attention
 
-IDS = token_ids(1, 9)
+IDS = token_ids(1, 9) % _hand_written.VOCABULARY
 Edit = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 #: Puts an edit of keys and values (1, kv_heads, n, dim) into the code of an attention module, and yields a
 #: list that receives the concatenated heads (1, n, width) of each of its calls.
@@ -69,79 +72,24 @@ class LoRA(nn.Module):
         return self.base(x) + 0.7 * self.up(self.down(x))
 
 
-class HandWrittenAttention(nn.Module):
-    """In the style of Llama 2 in plain PyTorch: rotary positions of complex numbers, repeated keys."""
-
-    edit: Edit | None = None
-
-    def __init__(self, d: int, heads: int, kv_heads: int, fused: bool) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.fused = heads, kv_heads, fused
-        self.wq = nn.Linear(d, d, bias=False)
-        self.wk, self.wv = (nn.Linear(d, d // heads * kv_heads, bias=False) for _ in range(2))
-        self.wo = nn.Linear(d, d, bias=False)
-        self.seen: list[Tensor] = []
-
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        split = (q, k, v) = [
-            w(x).unflatten(-1, (heads, -1)).transpose(1, 2)
-            for w, heads in ((self.wq, self.heads), (self.wk, self.kv_heads), (self.wv, self.kv_heads))
-        ]
-        q, k = (
-            torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) * turns).flatten(
-                -2
-            )
-            for t in split[:2]
-        )
-        if self.edit is not None:
-            k, v = self.edit(k, v)
-        k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
-        if self.fused:
-            heads = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            scores = q @ k.mT / math.sqrt(q.shape[-1])
-            scores = scores + torch.full(scores.shape[-2:], -torch.inf, dtype=x.dtype).triu(1)
-            heads = scores.softmax(dim=-1) @ v
-        heads = heads.transpose(1, 2).flatten(-2)
-        self.seen.append(heads.detach())
-        return self.wo(heads)
-
-
-class HandWrittenBlock(nn.Module):
-    def __init__(self, d: int, fused: bool) -> None:
-        super().__init__()
-        self.attention = HandWrittenAttention(d, 4, 2, fused)
-        self.norm, self.ffn_norm = nn.RMSNorm(d), nn.RMSNorm(d)
-        self.feed_forward = nn.Sequential(nn.Linear(d, 2 * d), nn.SiLU(), nn.Linear(2 * d, d))
-
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        h = x + self.attention.forward(self.norm(x), turns)
-        return h + self.feed_forward.forward(self.ffn_norm(h))
-
-
-class HandWritten(nn.Module):
-    def __init__(self, fused: bool, d: int = 16) -> None:
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(60, d)
-        self.layers = nn.ModuleList([HandWrittenBlock(d, fused) for _ in range(2)])
-        self.norm, self.output = nn.RMSNorm(d), nn.Linear(d, 60, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        h = self.tok_embeddings(tokens)
-        angles = torch.outer(torch.arange(tokens.shape[1]), 1e4 ** -torch.linspace(0, 1, 3)[:2])
-        turns = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)
-        for layer in self.layers:
-            h = layer(h, turns)
-        return self.output(self.norm(h))
-
-
 @contextmanager
-def own_code_of(module: nn.Module, edit: Edit) -> Iterator[list[Tensor]]:
-    module.edit, module.seen = edit, []
+def own_code_of(module: LlamaAttention, edit: Edit) -> Iterator[list[Tensor]]:
+    """Edit what a layer of the hand-written Llama gives to ``repeat_kv``, its keys first."""
+    own, heads, left = _hand_written.repeat_kv, list[Tensor](), list[int]()
+
+    def edited(x: Tensor, n_rep: int) -> Tensor:
+        turned = x.transpose(1, 2)
+        return own(edit(turned, turned)[left.pop(0)].transpose(1, 2) if left else x, n_rep)
+
+    begun = module.wq.register_forward_pre_hook(lambda *_: left.extend((0, 1)))
+    ended = module.wo.register_forward_pre_hook(lambda _, given: heads.append(given[0].detach()))
+    _hand_written.repeat_kv = edited
     try:
-        yield module.seen
+        yield heads
     finally:
-        module.edit = None
+        _hand_written.repeat_kv = own
+        begun.remove()
+        ended.remove()
 
 
 def qwen3_next() -> tuple[nn.Module, list[nn.Module], Edited]:
@@ -177,11 +125,22 @@ def lora() -> tuple[nn.Module, list[nn.Module], Edited]:
 
 
 def hand_written(fused: bool = False) -> tuple[nn.Module, list[nn.Module], Edited]:
-    model = HandWritten(fused)
+    model = Llama(cache=False, flash=fused)
+    for layer in model.layers:
+        layer.direct = True  # its attention is called by forward, which no hook sees
     return model, [layer.attention for layer in model.layers], own_code_of
 
 
+def bert() -> tuple[nn.Module, list[nn.Module], Edited]:
+    model = BertForMaskedLM(BertConfig(**SHAPE))
+    modules = [layer.attention.self for layer in model.bert.encoder.layer]
+    for module, layer in zip(modules, model.bert.encoder.layer, strict=True):
+        module.__dict__["o_proj"] = layer.attention.output.dense  # beside the modules, not one of them
+    return model, modules, lambda *given: eager_code_of(modeling_bert, *given)
+
+
 KINDS = {
+    "bert": bert,
     "qwen3_next": qwen3_next,
     "deepseek_v3": deepseek,
     "lora": lora,
@@ -199,9 +158,9 @@ def made(kind: str) -> tuple[nn.Module, list[nn.Module], Edited]:
     return with_sharp_attention(model).double(), modules, edited
 
 
-def log_p(model: nn.Module) -> Tensor:
+def logits_of(model: nn.Module) -> Tensor:
     output = model(IDS)
-    return getattr(output, "logits", output).log_softmax(-1)
+    return getattr(output, "logits", output)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,10 +168,10 @@ def log_p(model: nn.Module) -> Tensor:
 def test_changes_and_divergences_are_those_of_the_edited_model(kind: str) -> None:
     model, modules, edited = made(kind)
     found = hs.precision(model, IDS, bits=4, quantisers=("token", "channel"))
-    kv_heads = 4 if kind == "deepseek_v3" else 2
+    kv_heads = {"deepseek_v3": 4, "bert": 4}.get(kind, 1 if kind.startswith("hand") else 2)
     rtol = 1e-6 if kind.startswith("hand") else 1e-3  # transformers computes norms and softmax in float32
     assert len(found.table) == len(modules) * kv_heads * 2 * 2
-    plain = log_p(model)
+    plain = logits_of(model)
     projections = [getattr(m, "o_proj", None) or m.wo for m in modules]
 
     def edit_of(cases: pd.DataFrame, layer: int) -> Edit:
@@ -227,7 +186,7 @@ def test_changes_and_divergences_are_those_of_the_edited_model(kind: str) -> Non
 
     def kl_of(cases: pd.DataFrame, layers: list[int]) -> tuple[float, list[Tensor]]:
         if not layers:
-            return float((plain.exp() * (plain - log_p(model))).sum(-1).mean()), []
+            return divergence(plain, logits_of(model)), []
         with edited(modules[layers[0]], edit_of(cases, layers[0])) as heads:
             kl, seen = kl_of(cases, layers[1:])
         return kl, [*heads, *seen]
@@ -267,7 +226,7 @@ def test_copies_of_a_key_have_one_error() -> None:
     """The Fisher information of a key that several query heads share is that of the key itself."""
     model, modules, edited = made("hand-written")
     found = RecordedModel(model, IDS).squared_gradients(3000, seed=0)[0]
-    shift = [torch.zeros(1, 2, IDS.shape[1], 4, dtype=torch.float64) for _ in range(2)]
+    shift = [torch.zeros(1, 1, IDS.shape[1], _hand_written.WIDTH, dtype=torch.float64) for _ in range(2)]
 
     def logits(k: Tensor, v: Tensor) -> Tensor:
         with edited(modules[0], lambda key, value: (key + k, value + v)):

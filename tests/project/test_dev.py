@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -26,17 +27,12 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     for name in ("pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    bin_folder = tmp_path / ".venv" / "bin"
-    places = {
-        "ROOT": tmp_path,
-        "VENV": tmp_path / ".venv",
-        "BIN": bin_folder,
-        "PYTHON": bin_folder / "python",
-    }
-    places |= {"STAMP": tmp_path / ".venv" / "stamp.json", "LOG": tmp_path / ".venv" / "pip.log"}
-    places["LINES"] = tmp_path / "src" / "lines.txt"
-    (tmp_path / "src").mkdir()
-    places["LINES"].write_text("0\n")
+    environment, lines = tmp_path / ".venv", tmp_path / "src" / "lines.txt"
+    places = {"ROOT": tmp_path, "VENV": environment, "BIN": environment / "bin", "LINES": lines}
+    places |= {"PYTHON": environment / "bin" / "python", "STAMP": environment / "stamp.json"}
+    places["LOG"] = environment / "pip.log"
+    lines.parent.mkdir()
+    lines.write_text("0\n")
     for name, place in places.items():
         monkeypatch.setattr(module, name, place)
     return module
@@ -67,36 +63,34 @@ def test_old_python_gets_a_sentence(dev: ModuleType, monkeypatch: pytest.MonkeyP
         dev.main(["measure"])
 
 
-@pytest.mark.parametrize("words", [["frobnicate"], ["run"], ["docs", "more"]])
-def test_unknown_command(words: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "dev.py", *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"dev.py: cannot do {' '.join(words)!r}")
-    assert done.stderr.count("\n") == 1
+def test_unknown_command() -> None:
+    for words in (["frobnicate"], ["run"], ["docs", "more"]):
+        done = subprocess.run(
+            [sys.executable, ROOT / "dev.py", *words], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"dev.py: cannot do {' '.join(words)!r}")
+        assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
-def test_a_change_installs_again_into_the_same_environment(
-    dev: ModuleType, calls: list[str], name: str
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda dev: (dev.ROOT / "pyproject.toml").write_text("another"),
+        lambda dev: (dev.ROOT / "constraints.txt").write_text("another"),
+        lambda dev: dev.PYTHON.unlink(),
+        lambda dev: dev.STAMP.unlink(),
+        lambda dev: dev.STAMP.write_text("["),
+    ],
+    ids=["requirements", "constraints", "no python", "unfinished", "nonsense in the stamp"],
+)
+def test_a_change_or_a_damage_installs_again(
+    dev: ModuleType, calls: list[str], change: Callable[[ModuleType], object]
 ) -> None:
     dev.prepare(test=False)
-    with (dev.ROOT / name).open("a") as file:
-        file.write("\n# a change\n")
     dev.prepare(test=False)
-    assert calls == ["create", "pip with 5 words", "pip with 5 words"]
-
-
-@pytest.mark.parametrize("damage", ["no python", "unfinished", "nonsense in the stamp"])
-def test_a_broken_environment_is_mended(dev: ModuleType, calls: list[str], damage: str) -> None:
-    dev.prepare(test=False)
-    if damage == "no python":
-        dev.PYTHON.unlink()
-    elif damage == "unfinished":
-        dev.STAMP.unlink()
-    else:
-        dev.STAMP.write_text("[")
+    assert calls == ["create", "pip with 5 words"]
+    change(dev)
     dev.prepare(test=False)
     assert calls.count("pip with 5 words") == 2
     assert json.loads(dev.STAMP.read_text())["key"] == dev.key()

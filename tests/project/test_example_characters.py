@@ -23,19 +23,9 @@ train = script("examples/characters/train.py")
 page = script("examples/characters/page.py")
 
 TINY = train.Setting(
-    steps=6,
-    batch=4,
-    length=12,
-    width=16,
-    layers=2,
-    heads=2,
-    warm_up=2,
-    every=3,
-    validation=4,
-    probe=2,
+    steps=6, batch=4, length=12, width=16, layers=2, heads=2, warm_up=2, every=3, validation=4, probe=2,
     final=2,
-)
-
+)  # fmt: skip
 LONGER = replace(TINY, steps=40, every=40)
 
 
@@ -50,11 +40,6 @@ def text() -> Text:
 def data(text: Text) -> Any:
     stream, held_out = train.split(text)
     return train.Data(stream, *train.held_out_windows(held_out, TINY), text.digest)
-
-
-@pytest.fixture(scope="module")
-def runs(data: Any) -> dict[str, Any]:
-    return {form: train.train(form, 3, TINY, data) for form in train.FORMS}
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +117,10 @@ def test_perturbations_have_their_size_and_their_effect(data: Any, plain: Any) -
     assert found.loc["attack"]["rise"].is_monotonic_increasing
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, text: Text, runs: dict[str, Any]) -> list[tuple[str, int]]:
-    """Let the script take runs that were made before; return which it asked for."""
+def test_what_is_done_is_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: Text, data: Any
+) -> None:
+    runs = {form: train.train(form, 3, TINY, data) for form in ("plain", "spectral")}
     asked: list[tuple[str, int]] = []
 
     def take(form: str, seed: int, *_: Any) -> Any:
@@ -145,16 +131,10 @@ def made(monkeypatch: pytest.MonkeyPatch, text: Text, runs: dict[str, Any]) -> l
     monkeypatch.setattr(train, "QUICK", TINY)
     monkeypatch.setattr(train, "load_text", lambda _: text)
     monkeypatch.setattr(train, "train", take)
-    return asked
-
-
-def test_what_is_done_is_not_done_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: list[tuple[str, int]]
-) -> None:
     given = ["--quick", "--forms", "plain", "spectral", "--out", str(tmp_path), "--seeds"]
     train.main([*given, "0"])
     train.main([*given, "0", "1"])
-    assert made == [("plain", 0), ("spectral", 0), ("plain", 1), ("spectral", 1)]
+    assert asked == [("plain", 0), ("spectral", 0), ("plain", 1), ("spectral", 1)]
     monkeypatch.setitem(train.FORMS, "spectral", train.Form("spectral", 7.0))
     with pytest.raises(SystemExit, match="another setting"):
         train.main([*given, "0"])
@@ -165,12 +145,8 @@ def test_what_is_done_is_not_done_again(
 # ---------------------------------------------------------------- what is committed
 
 
-@pytest.fixture(scope="module")
-def results() -> Any:
-    return page.Results()
-
-
-def test_the_tables_are_whole_and_of_the_scripts_setting(results: Any) -> None:
+def test_the_tables_are_whole_and_of_the_scripts_setting() -> None:
+    results = page.Results()
     facts = json.loads((FOLDER / "results" / "setting.json").read_text("utf-8"))
     assert facts["setting"] == asdict(train.Setting())
     assert facts["forms"] == {name: asdict(form) for name, form in train.FORMS.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("sklearn")
 
@@ -46,23 +46,13 @@ def committed(name: str) -> nn.Module:
     return training.read_model(training.weights_path(HERE, row["form"], row["seed"]), row["form"])
 
 
-# ---- data
-
-
-# ---- the attack, against closed forms
-
-
-def linear(seed: int) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def test_the_attack_of_a_linear_model_finds_the_worst_that_there_is() -> None:
+    generator = torch.Generator().manual_seed(0)
     weight = torch.randn(4, 6, generator=generator, dtype=torch.float64)
     model = nn.Sequential(nn.Flatten(), nn.Linear(6, 4, bias=False)).double()
     model[1].weight.data = weight
     images = torch.randn(20, 1, 2, 3, generator=generator, dtype=torch.float64)
-    return model, weight, images, model(images).argmax(dim=1).detach()
-
-
-def test_the_attack_of_a_linear_model_finds_the_worst_that_there_is() -> None:
-    model, weight, images, labels = linear(0)
+    labels = model(images).argmax(dim=1).detach()
     radii = (0.01, 0.02)  # nothing is broken there, so nothing stops the search
     clean = model(images).detach()
     gaps = clean.gather(1, labels[:, None]) - clean
@@ -75,9 +65,6 @@ def test_the_attack_of_a_linear_model_finds_the_worst_that_there_is() -> None:
         torch.testing.assert_close(least[kept], exact[kept], rtol=0, atol=2e-5)
         assert bool((least >= exact - 1e-12).all())
         assert bool((least[~kept] <= 0).all())
-
-
-# ---- the committed models
 
 
 @pytest.mark.parametrize("name", RESULTS)
@@ -125,17 +112,6 @@ def test_every_image_certified_at_a_radius_survives_the_attack_there(
     assert float(broken.max()) < 0
 
 
-@pytest.mark.parametrize("name", ["plain-0"])
-def test_a_plain_model_and_its_parts_are_one_function(name: str, digits: tuple[Digits, Digits]) -> None:
-    model, images = committed(name), digits[1].images[:50]
-    parts, _ = of_parts(model)
-    with torch.no_grad():
-        torch.testing.assert_close(parts(images), model(images), rtol=1e-11, atol=1e-11)
-
-
-# ---- radii of the plain forms
-
-
 @pytest.mark.parametrize("name", [name for name in DONE if "order" in name])
 def test_every_proved_radius_lies_below_the_attack(name: str) -> None:
     for row in DONE[name].values():
@@ -147,17 +123,20 @@ def test_every_proved_radius_lies_below_the_attack(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["plain", "penalised"])
-def test_the_stages_given_by_hand_are_the_model(form: str, digits: tuple[Digits, Digits]) -> None:
-    model = committed(f"{form}-0").double().eval().requires_grad_(False)
-    images = digits[1].images[:4]
-    network = radii.network_of(model)
-    logits = torch.stack([network.logits(patches) for patches in model.patches(images)])
-    torch.testing.assert_close(logits, model(images), rtol=1e-12, atol=1e-12)
-    states = list(network.states(model.patches(images)[0]))
-    torch.testing.assert_close(states[1], model.embed(model.patches(images)[0]) + model.positions)
-
-
-# ---- training
+def test_a_plain_model_its_parts_and_its_stages_are_one_function(
+    form: str, digits: tuple[Digits, Digits]
+) -> None:
+    model, images = committed(f"{form}-0"), digits[1].images
+    if form == "plain":
+        parts, _ = of_parts(model)
+        with torch.no_grad():
+            torch.testing.assert_close(parts(images[:50]), model(images[:50]), rtol=1e-11, atol=1e-11)
+    model = model.double().eval().requires_grad_(False)
+    network, patches = radii.network_of(model), model.patches(images[:4])
+    logits = torch.stack([network.logits(some) for some in patches])
+    torch.testing.assert_close(logits, model(images[:4]), rtol=1e-12, atol=1e-12)
+    states = list(network.states(patches[0]))
+    torch.testing.assert_close(states[1], model.embed(patches[0]) + model.positions)
 
 
 def test_training_is_reproducible_and_lowers_the_loss(digits: tuple[Digits, Digits]) -> None:

@@ -18,9 +18,6 @@ prose_paragraphs, python_docs = _MADE.prose_paragraphs, _MADE.python_docs
 SENTENCE = "The value of the name is read when the function is called."
 
 
-# ---------------------------------------------------------------- what counts as prose
-
-
 @pytest.mark.parametrize(
     ("raw", "clean"),
     [
@@ -39,27 +36,23 @@ SENTENCE = "The value of the name is read when the function is called."
         (f"Heading\n*******\n\n{SENTENCE}\n\nOther heading\n=============", [SENTENCE]),
         (f"read(name, size) -> bytes\n\n{SENTENCE}", [SENTENCE]),
         ("It reads names, e.g. the first and the last.", ["It reads names, e.g. the first and the last."]),
+        *(
+            (no_prose, [])
+            for no_prose in (
+                ">>> the_value = read(name)\n>>> print(the_value)",
+                "if x == 1:\n    return the value of the name",
+                'assert_stmt ::= "assert" expression ["," expression]',
+                "Name -- the name of the file that is read\nsize -- the size of the file that is read.",
+                "The name is   the first and the value is   the second of it.",
+                "Value name size file read write open close seek tell.",
+                "See https://docs.python.org for the meaning of the names in it.",
+                "Das ist für uns nicht a the of lesbar in this.",
+            )
+        ),
     ],
 )
-def test_prose_is_kept_without_its_markup(raw: str, clean: list[str]) -> None:
+def test_prose_alone_is_kept_without_its_markup(raw: str, clean: list[str]) -> None:
     assert list(prose_paragraphs(raw)) == clean
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        ">>> the_value = read(name)\n>>> print(the_value)",
-        "if x == 1:\n    return the value of the name",
-        'assert_stmt ::= "assert" expression ["," expression]',
-        "Name -- the name of the file that is read\nsize -- the size of the file that is read.",
-        "The name is   the first and the value is   the second of it.",
-        "Value name size file read write open close seek tell.",
-        "See https://docs.python.org for the meaning of the names in it.",
-        "Das ist für uns nicht a the of lesbar in this.",
-    ],
-)
-def test_what_is_no_prose_is_left_out(raw: str) -> None:
-    assert list(prose_paragraphs(raw)) == []
 
 
 @given(st.text(alphabet="aA the.is,\n *`-:>()[]=|1\u2019é", max_size=300))
@@ -71,35 +64,21 @@ def test_prose_of_anything_is_clean_and_stays_as_it_is(raw: str) -> None:
         assert list(prose_paragraphs(paragraph)) == [paragraph]
 
 
-# ---------------------------------------------------------------- python-docs
-
-
-def _library(root: Path, files: dict[str, str]) -> Path:
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content, encoding="utf-8")
-    return root
-
-
 def test_python_docs_reads_topics_then_modules_once_each(tmp_path: Path) -> None:
     def long(word: str) -> str:
-        return (
-            f"The {word} is " + "one of the names that are read when it is called and " * 700 + "then used."
-        )
+        most = "one of the names that are read when it is called and " * 700
+        return f"The {word} is {most}then used."
 
-    root = _library(
-        tmp_path,
-        {
-            "pydoc_data/topics.py": f"topics = {{'b': {long('second')!r}, 'a': {long('first')!r}}}",
-            "a/z.py": f'"""{long("fourth")}"""',
-            "a.py": f'"""{long("third")}\n\n{long("first")}"""',
-            "test/test_a.py": f'"""{long("never")}"""',
-            "site-packages/b.py": f'"""{long("never")}"""',
-            "_sysconfigdata_x.py": f'"""{long("never")}"""',
-            "config-3.11-x/python-config.py": f'"""{long("never")}"""',
-        },
-    )
-    text = python_docs(root)
+    files = {
+        "pydoc_data/topics.py": f"topics = {{'b': {long('second')!r}, 'a': {long('first')!r}}}",
+        "a/z.py": f'"""{long("fourth")}"""',
+        "a.py": f'"""{long("third")}\n\n{long("first")}"""',
+    }
+    never = ("test/test_a.py", "site-packages/b.py", "_sysconfigdata_x.py", "config-3.11-x/python-config.py")
+    for name, content in {**files, **dict.fromkeys(never, f'"""{long("never")}"""')}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    text = python_docs(tmp_path)
     assert re.findall(r"The (\w+) is", text.content) == ["first", "second", "fourth", "third"]
     assert text.content.endswith("used.\n")
     assert "(4 paragraphs)" in text.source

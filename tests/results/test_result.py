@@ -19,25 +19,8 @@ from howsmooth.study.measurement_outputs import write_outputs
 from tests._cases import random_attention
 from tests._study import make_plan, make_tools, run
 
-
-def _tokens(seed: int) -> torch.Tensor:
-    return torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def _estimates(folder: Path) -> Result:
-    return hs.local_lipschitz(random_attention(0), torch.stack([_tokens(seed) for seed in range(3)]))
-
-
-def _bounds(folder: Path) -> Result:
-    return hs.bounds.table(random_attention(0), _tokens(0))
-
-
-def _growth(folder: Path) -> Result:
-    return hs.dynamics.growth(random_attention(0), _tokens(0), times=[0.0, 0.1, 0.2], step=0.1)
-
-
-def _influence(folder: Path) -> Result:
-    return hs.influence(random_attention(0), _tokens(0))
+F = random_attention(0)
+X = torch.randn(3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def _study(folder: Path) -> Result:
@@ -45,9 +28,18 @@ def _study(folder: Path) -> Result:
     return write_outputs(folder)
 
 
-@pytest.mark.parametrize("make", [_estimates, _bounds, _growth, _influence, _study])
-def test_every_result_has_all_five(make: Callable[[Path], Result], tmp_path: Path) -> None:
-    found = make(tmp_path / "made")
+MADE: dict[str, Callable[[Path], Result]] = {
+    "estimates": lambda _: hs.local_lipschitz(F, X),
+    "bounds": lambda _: hs.bounds.table(F, X[0]),
+    "growth": lambda _: hs.dynamics.growth(F, X[0], times=[0.0, 0.1, 0.2], step=0.1),
+    "influence": lambda _: hs.influence(F, X[0]),
+    "study": _study,
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_every_result_has_all_five(kind: str, tmp_path: Path) -> None:
+    found = MADE[kind](tmp_path / "made")
     assert isinstance(found, Result)
     assert isinstance(found.table, pd.DataFrame)
     assert isinstance(found.plot(), Figure)
@@ -68,7 +60,7 @@ def test_every_result_has_all_five(make: Callable[[Path], Result], tmp_path: Pat
 
 
 def test_a_figure_of_estimates_has_a_point_and_an_interval_for_each_member() -> None:
-    found = _estimates(Path())
+    found = hs.local_lipschitz(F, X)
     (axis,) = found.plot().axes
     bars, dots = axis.collections
     assert [tuple(place) for place in dots.get_offsets()] == list(enumerate(found.value.tolist()))
@@ -77,7 +69,7 @@ def test_a_figure_of_estimates_has_a_point_and_an_interval_for_each_member() -> 
 
 
 def test_a_table_of_bounds_is_a_table_and_its_parts_are_no_results() -> None:
-    table = _bounds(Path())
+    table = hs.bounds.table(F, X[0])
     assert isinstance(table, pd.DataFrame)
     part = table[table["holds"]]
     assert isinstance(part, PrintedTable)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from distributed import Client, LocalCluster
@@ -62,44 +64,6 @@ def test_workers_on_this_machine_ignore_what_a_terminal_sends_to_all() -> None:
         assert ignored.result(timeout=60)
 
 
-@pytest.mark.slow
-def test_without_a_scheduler_a_cluster_of_so_many_workers_is_started_here(tmp_path: Path) -> None:
-    """As a user does who writes executor and workers into a plan file, and starts nothing."""
-    plan = tmp_path / "plan.toml"
-    plan.write_text(
-        'models = ["builtin-decoder"]\nlengths = [4]\nsamples = 2\nlayers = [0]\nbounds = "none"\n'
-        'executor = "dask"\nworkers = 2\n'
-    )
-    program = [sys.executable, "-m", "howsmooth.cli", "measure", "--plan", str(plan), "--quiet"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert len(rows_of(tmp_path / "plan-out")) == 2
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "nonsense://x", "tcp://host:"])
-def test_what_is_no_address_is_refused_at_once(address: str) -> None:
-    with (
-        pytest.raises(ArgumentError, match=r"scheduler: expected the address that dask scheduler prints"),
-        opened_executor(Execution(executor="dask", scheduler=address)),
-    ):
-        pass
-
-
-def test_a_cluster_of_this_machine_that_does_not_start_is_named_as_such(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError("no ports")
-
-    monkeypatch.setattr("howsmooth.study.dask_cluster.Client", refuse)
-    with (
-        pytest.raises(WorkerError, match=r"can be started on this machine \(no ports\)"),
-        opened_executor(Execution(executor="dask", workers=1)),
-    ):
-        pass
-
-
 def start_worker(scheduler: str, notes: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
@@ -118,86 +82,70 @@ def start_worker(scheduler: str, notes: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
-def test_a_worker_is_killed_in_the_middle_nothing_is_lost_and_nothing_twice(
-    scheduler: str, tmp_path: Path, whole: set[tuple[object, ...]]
+def test_workers_are_killed_in_the_middle_nothing_is_lost_and_nothing_twice(
+    scheduler: str, tmp_path: Path, whole: set[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One dies with what it had measured and not sent; then the other, so that a new one is awaited."""
+    monkeypatch.setattr("howsmooth.study.runner._SILENCE", 0.5)
     notes = tmp_path / "notes"
     notes.mkdir()
     workers = [start_worker(scheduler, notes) for _ in range(2)]
+    killed: list[bool] = []
+
+    class Watching(Heard):
+        def phase(self, words: str) -> None:
+            super().phase(words)
+            if words == "No worker is left; waiting for one that starts" and len(workers) == 2:
+                workers.append(start_worker(scheduler, notes))
+
+    def kill_the_other(words: str) -> None:
+        if not killed and (notes / "died").exists():
+            killed.append(True)
+            for worker in workers[:2]:
+                worker.kill()
+
     try:
         with Client(scheduler, set_as_default=False) as client:
             client.wait_for_workers(2, timeout=120)
         with (
             opened_executor(Execution(executor="dask", scheduler=scheduler)) as executor,
-            stand_ins_sent(dies_once_after_five),  # with what it had measured and not sent
+            stand_ins_sent(dies_once_after_five),
         ):
-            outcome = run(PLAN, tmp_path / "out", make_tools()[0], executor=executor, threads=1)
+            heard = Watching(kill_the_other)
+            outcome = run(
+                PLAN, tmp_path / "out", make_tools()[0], executor=executor, threads=1, listener=heard
+            )
         codes = [worker.poll() for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
             worker.wait()
-    assert sorted(codes, key=str) == [-signal.SIGKILL, None]
+    assert codes == [-signal.SIGKILL, -signal.SIGKILL, None]
     assert rows_of(tmp_path / "out") == whole  # which fails if one is there twice
     assert (outcome.measured, outcome.failed) == (len(whole), 0)
-    done = noted(notes)
-    assert set(done) == {worker.pid for worker in workers}
-    # What the killed one had measured and not sent was measured again by the other.
-    assert sum(one.total() for one in done.values()) > outcome.measured
+    # What the killed ones had measured and not sent was measured again.
+    assert sum(one.total() for one in noted(notes).values()) > outcome.measured
 
 
-@pytest.mark.slow
-def test_without_a_worker_left_the_run_says_so_and_goes_on_with_a_new_one(
-    scheduler: str, tmp_path: Path, whole: set[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("howsmooth.study.runner._SILENCE", 0.5)
-    workers = [start_worker(scheduler, tmp_path)]
-
-    class Watching(Heard):
-        def phase(self, words: str) -> None:
-            super().phase(words)
-            if words == "No worker is left; waiting for one that starts" and len(workers) == 1:
-                workers.append(start_worker(scheduler, tmp_path))
-
-    heard = Watching(lambda words: workers[0].kill())
-    try:
-        with (
-            opened_executor(Execution(executor="dask", scheduler=scheduler)) as executor,
-            stand_ins_sent(),
-        ):
-            run(PLAN, tmp_path / "out", make_tools()[0], executor=executor, listener=heard)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert len(workers) == 2
-    assert rows_of(tmp_path / "out") == whole
+def refusal(error: type[Exception], **options: Any) -> str:
+    with pytest.raises(error) as refused, opened_executor(Execution(executor="dask", **options)):
+        pass
+    return str(refused.value)
 
 
-def test_a_scheduler_that_goes_away_while_its_workers_are_awaited(
-    scheduler: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_that_cannot_be_used_is_refused(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("127.0.0.1", "nonsense://x", "tcp://host:"):
+        expected = "scheduler: expected the address that dask scheduler prints"
+        assert expected in refusal(ArgumentError, scheduler=address)
+    monkeypatch.setattr("howsmooth.study.dask_cluster._PATIENCE", 0.5)
+    assert "Start some with: dask worker" in refusal(WorkerError, scheduler=scheduler)
+    assert "no Dask scheduler answers" in refusal(WorkerError, scheduler="tcp://127.0.0.1:9")
+
     def lost(client: Client, *_: object, **__: object) -> None:
         client.close()
         raise OSError("Timed out trying to connect")
 
     monkeypatch.setattr(Client, "wait_for_workers", lost)
-    with (
-        pytest.raises(WorkerError, match=rf"scheduler at {scheduler} went away\."),
-        opened_executor(Execution(executor="dask", scheduler=scheduler)),
-    ):
-        pass
-
-
-def test_no_scheduler_and_no_workers_are_refused(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("howsmooth.study.dask_cluster._PATIENCE", 0.5)
-    with (
-        pytest.raises(WorkerError, match="Start some with: dask worker"),
-        opened_executor(Execution(executor="dask", scheduler=scheduler)),
-    ):
-        pass
-    with (
-        pytest.raises(WorkerError, match="no Dask scheduler answers"),
-        opened_executor(Execution(executor="dask", scheduler="tcp://127.0.0.1:9")),
-    ):
-        pass
+    assert f"scheduler at {scheduler} went away." in refusal(WorkerError, scheduler=scheduler)
+    monkeypatch.setattr("howsmooth.study.dask_cluster.Client", Mock(side_effect=OSError("no ports")))
+    assert "can be started on this machine (no ports)" in refusal(WorkerError, workers=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,21 +35,42 @@ def test_it_counts_what_a_run_would_measure_and_measures_nothing(tmp_path: Path)
     for part in found.parts:
         assert (part.layers, part.lengths, part.longest, part.sequences) == (3, 3, 8, 15)
     assert found.kept == 0
+    run(replace(plan, lengths=(2, 4)), tmp_path / "out", tools)
+    found = told(plan, tmp_path / "out", tools)
+    assert [(part.longest, part.lengths, part.measurements) for part in found.parts] == [
+        (8, 1, 15),
+        (8, 1, 30),
+    ]
+    assert found.kept == len(work.measured) == 90
     run(plan, tmp_path / "out", tools)
-    assert len(work.measured) == sum(part.measurements for part in found.parts)
+    assert len(work.measured) == 135
+    before = (tmp_path / "out" / "study.sqlite").read_bytes()
+    found = told(plan, tmp_path / "out", tools)
+    assert (found.parts, found.kept) == ((), 135)
+    assert (tmp_path / "out" / "study.sqlite").read_bytes() == before
 
 
-def test_what_the_store_has_is_not_counted_again(tmp_path: Path) -> None:
-    tools, _ = make_tools()
-    run(make_plan(lengths=(2, 4)), tmp_path, tools)
-    found = told(make_plan(), tmp_path, tools)
-    assert [(part.longest, part.lengths, part.measurements) for part in found.parts] == [(8, 1, 15)]
-    assert found.kept == 30
-    run(make_plan(), tmp_path, tools)
-    before = (tmp_path / "study.sqlite").read_bytes()
-    all_done = told(make_plan(), tmp_path, tools)
-    assert (all_done.parts, all_done.kept) == ((), 45)
-    assert (tmp_path / "study.sqlite").read_bytes() == before
+def test_a_dry_run_is_printed_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    plan = tmp_path / "sweep.toml"
+    plan.write_text(
+        'models = ["small", "gone"]\ntexts = ["prose"]\nlengths = [2, 4, 8]\nsamples = 5\nout = "o"', "utf-8"
+    )
+    with installed(make_tools()[0]):
+        assert main(["measure", "--plan", str(plan), "--dry-run", "--quiet"]) == 3  # as the run
+        out = capsys.readouterr().out
+        asked = ["--dry-run", "--json", "--as-published", "all"]
+        assert main(["measure", "--plan", str(plan), *asked]) == 3
+    assert out.splitlines()[1].split() == ["small", "prose", "attention", "3", "3", "15", "45", "8", "?"]
+    assert "Left to measure: 45 measurements." in out
+    assert "Cannot be measured: gone: model: 'gone' is not known." in out
+    found = json.loads(capsys.readouterr().out)
+    check_documented("measure --dry-run", found)
+    assert [(part["longest"], part["measurements"]) for part in found["parts"]] == [(8, 45)]
+    assert found["without_published_values"]
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.toml"]
 
 
 def attention() -> SelfAttention:
@@ -112,56 +132,3 @@ def test_what_cannot_be_measured_is_told_if_a_study_keeps_going(tmp_path: Path) 
     found = told(make_plan(), tmp_path, tools, keep_going=True)
     assert found.impossible == (("small", "prose", "too hot."),)
     assert {part.memory for part in found.parts} == {None}
-
-
-# ---- the command line
-
-Typed = Callable[..., tuple[int, str, str]]
-MEASURE = ("measure", "small", "--text", "prose", "--lengths", "2,4,8", "--samples", "5")
-
-
-@pytest.fixture
-def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Typed:
-    """Type a command, with stand-ins for models and texts."""
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def type_(*words: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with installed(make_tools()[0]):
-            code = main([*words])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return type_
-
-
-def test_a_dry_run_prints_what_is_left_and_writes_nothing(typed: Typed, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    code, out, _ = typed(*MEASURE, "--dry-run", "--out", str(folder))
-    assert code == 0
-    assert not folder.exists()
-    assert out.splitlines()[1].split() == ["small", "prose", "attention", "3", "3", "15", "45", "8", "?"]
-    assert "Left to measure: 45 measurements." in out
-    assert "beside the model, or ? if it is not known beforehand." in " ".join(out.split())
-    assert "Nothing was written." in out
-
-
-def test_a_dry_run_for_machines(typed: Typed, tmp_path: Path) -> None:
-    code, out, err = typed(*MEASURE, "--dry-run", "--json", "--as-published", "all", "--out", str(tmp_path))
-    assert (code, err) == (0, "")
-    found = json.loads(out)
-    check_documented("measure --dry-run", found)
-    assert [(part["longest"], part["measurements"]) for part in found["parts"]] == [(8, 45)]
-    assert found["without_published_values"]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_plan_file_is_told_with_what_cannot_be_measured(typed: Typed, tmp_path: Path) -> None:
-    plan = tmp_path / "sweep.toml"
-    plan.write_text(
-        'models = ["small", "gone"]\ntexts = ["prose"]\nlengths = [2, 4]\nsamples = 5\nout = "o"', "utf-8"
-    )
-    code, out, _ = typed("measure", "--plan", str(plan), "--dry-run", "--quiet")
-    assert code == 3  # as the run
-    assert "Cannot be measured: gone: model: 'gone' is not known." in out
-    assert not (tmp_path / "o").exists()

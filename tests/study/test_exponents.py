@@ -27,6 +27,23 @@ from howsmooth.study.exponents import (
 )
 from tests._selection import others_slow
 
+
+def test_a_line_without_noise_and_a_point_far_from_all_others() -> None:
+    n = np.array([2, 4, 8, 16])
+    assert fit_exponent(n, 3 * n**0.25).quarter == 1
+    assert fit_exponent(n, 3 * n**0.26).quarter == 0
+    up, down = radius_correlation(n, 3 * n**0.1), radius_correlation(n, 3 * n**-0.1)
+    assert (up.value, up.low, up.high) == pytest.approx((1, 1, 1))
+    assert (down.value, down.low, down.high) == pytest.approx((-1, -1, -1))
+    # One point decides the slope, and the interval stays finite; of a correlation it says nothing.
+    fit = fit_exponent([1, 10**9, 10**9 + 1, 10**9 + 2], [1.0, 180.0, 170.0, 190.0])
+    assert fit.slope == pytest.approx(0.25, abs=0.01)
+    assert -math.inf < fit.low < fit.slope < fit.high < math.inf
+    found = radius_correlation(np.array([2, 4, 8, 16, 32]), np.array([1.0, 1.0, 1.0, 1.0, 3.0]))
+    assert found.value == pytest.approx(1 / math.sqrt(2), abs=1e-6)
+    assert (found.low, found.high) == (-1, 1)
+
+
 PROTOCOL = np.repeat(np.arange(2, 101, 2), 10)
 
 
@@ -115,21 +132,6 @@ def test_p_is_below_five_per_cent_exactly_if_the_interval_misses_a_quarter(
     fit = fit_exponent(n, values, np.ones(len(n), dtype=bool))
     assert 0 <= fit.quarter <= 1
     assert (fit.quarter < 1 - LEVEL) == (not fit.low <= QUARTER <= fit.high)
-
-
-def test_one_point_far_from_all_others_decides_the_slope_and_the_interval_stays_finite() -> None:
-    n = np.array([1, 10**9, 10**9 + 1, 10**9 + 2])
-    fit = fit_exponent(n, np.array([1.0, 180.0, 170.0, 190.0]), np.ones(4, dtype=bool))
-    assert fit.slope == pytest.approx(0.25, abs=0.01)
-    assert math.isfinite(fit.low)
-    assert fit.low < fit.slope < fit.high
-
-
-def test_p_on_a_line_without_noise_is_one_or_zero() -> None:
-    n = np.array([2, 4, 8, 16])
-    usable = np.ones(4, dtype=bool)
-    assert fit_exponent(n, 3 * n**0.25, usable).quarter == 1
-    assert fit_exponent(n, 3 * n**0.26, usable).quarter == 0
 
 
 def test_the_interval_is_made_of_what_each_point_says_of_the_line_without_it() -> None:
@@ -223,9 +225,7 @@ def test_points_that_are_not_fitted_count_in_no_third_and_no_correlation() -> No
     assert more["left_out"] == 2
     same = [name for name in EXPONENT_COLUMNS if name not in ("left_out", "head")]
     pd.testing.assert_series_equal(clean[same], more[same])
-
-
-def test_one_radius_for_all_gives_no_thirds_and_no_correlation() -> None:
+    # One radius for all gives no thirds and no correlation.
     n = np.repeat([2, 4, 8, 16], 3)
     row = table_of(n, n**0.3, np.full(12, 7.0) * (1 + 1e-8 * np.arange(12)))
     assert math.isnan(row["radius_correlation"])
@@ -304,19 +304,6 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says(decay: float, c
         found = radius_correlation(PROTOCOL, np.exp(slope * x + spread * draw.standard_normal(len(x))))
         covered += found.low <= correlation <= found.high
     assert 0.92 <= covered / 1000 <= 0.98
-
-
-def test_a_power_of_the_length_correlates_fully() -> None:
-    n = np.array([2, 4, 8, 16])
-    up, down = radius_correlation(n, 3 * n**0.1), radius_correlation(n, 3 * n**-0.1)
-    assert (up.value, up.low, up.high) == pytest.approx((1, 1, 1))
-    assert (down.value, down.low, down.high) == pytest.approx((-1, -1, -1))
-
-
-def test_where_one_point_decides_the_interval_says_nothing() -> None:
-    found = radius_correlation(np.array([2, 4, 8, 16, 32]), np.array([1.0, 1.0, 1.0, 1.0, 3.0]))
-    assert found.value == pytest.approx(1 / math.sqrt(2), abs=1e-6)
-    assert (found.low, found.high) == (-1, 1)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,27 @@ from howsmooth.words import decimal, visible_token
 from tests._browser import Complaints, chromium, opened
 
 
+def paged(contents: Contents, folder: Path, *, figures: bool = False) -> Path:
+    """Render a page, with figures of one layer only, if any: they take time."""
+    rows, drawn = contents.measurements, []
+    if figures:
+        one = rows.query("model == model.iloc[0] and layer == 0 and scope == 'attention'")
+        drawn = draw_all(one, folder / "figures", Listener())
+    file = folder / "report.html"
+    file.write_text(render(contents, exponents(rows), compare(contents.published), drawn), encoding="utf-8")
+    return file
+
+
+@contextmanager
+def quiet(browser: Any, file: Path, **options: Any) -> Iterator[Any]:
+    """Open a page that must not complain, ask for anything, or run what is not its own."""
+    with opened(browser, file, **options) as (page, heard):
+        yield page
+        assert heard == Complaints()
+        assert page.evaluate("window.violations") == []
+        assert page.evaluate("window.pwned") is None
+
+
 def test_the_headline_counts_the_fits_in_which_the_constant_may_not_grow() -> None:
     fit = {"note": "", "slope": 0.1, "low": -0.1, "high": 0.3, "quarter": 0.2, "layer": 0, "head": None}
     fits = pd.DataFrame([fit, fit | {"layer": 1, "slope": 0.4, "low": 0.3, "high": 0.5, "quarter": 0.01}])
@@ -63,9 +85,6 @@ HOSTILE = (
     "&lt;b&gt; &amp; \"quoted\" 'quoted' `${window.pwned = 4}` {{ 7 * 7 }}",
     "x" * 1_000_000,
 )
-# ---- contents with everything
-
-
 ENERGIES = ("input_energy", "output_energy")
 SENSITIVITY_COLUMNS = [*PLACE, *ENERGIES, "start", "place", "tokens", "converged", "run"]
 PUBLISHED_COLUMNS = [*PublishedValue.columns(), "run"]
@@ -165,20 +184,6 @@ def with_all(
     )
 
 
-def write(contents: Contents, folder: Path) -> Path:
-    """Render a page, with figures of one layer only: they take time."""
-    rows = contents.measurements
-    one = rows[
-        (rows["model"] == rows["model"].iloc[0]) & (rows["layer"] == 0) & (rows["scope"] == "attention")
-    ]
-    file = folder / "report.html"
-    page = render(
-        contents, exponents(rows), compare(contents.published), draw_all(one, folder / "figures", Listener())
-    )
-    file.write_text(page, encoding="utf-8")
-    return file
-
-
 @pytest.fixture(scope="module")
 def contents() -> Contents:
     return with_all(measured())
@@ -186,7 +191,7 @@ def contents() -> Contents:
 
 @pytest.fixture(scope="module")
 def file(contents: Contents, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(contents, tmp_path_factory.mktemp("page"))
+    return paged(contents, tmp_path_factory.mktemp("page"), figures=True)
 
 
 @pytest.fixture(scope="module")
@@ -197,31 +202,12 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, file: Path) -> Iterator[Any]:
-    with opened(browser, file) as (found, heard):
+    with quiet(browser, file) as found:
         yield found
-        assert_silent(found, heard)
-
-
-def assert_silent(page: Any, heard: Complaints) -> None:
-    assert heard == Complaints()
-    assert page.evaluate("window.violations") == []
-    assert page.evaluate("window.pwned") is None
 
 
 def choose(page: Any, fields: str, key: str, words: str) -> None:
     page.locator(f"#{fields} select[data-key='{key}']").select_option(label=words)
-
-
-def plain_page(contents: Contents, folder: Path) -> Path:
-    """Render a page without figures."""
-    file = folder / "report.html"
-    file.write_text(
-        render(contents, exponents(contents.measurements), compare(contents.published), []), encoding="utf-8"
-    )
-    return file
-
-
-# ---- what is inside
 
 
 def test_the_policy_names_the_one_style_and_the_one_script(file: Path) -> None:
@@ -260,11 +246,8 @@ def test_embedded_data_are_json_and_nothing_else(value: Any) -> None:
     written = script_json(value)
     assert json.loads(written) == value
     assert not re.search("[<>&\u2028\u2029\ud800-\udfff]", written)
-
-
-def test_numbers_that_json_has_not_are_refused() -> None:
     with pytest.raises(ValueError, match="Out of range"):
-        script_json([math.nan])
+        script_json([value, math.nan])
 
 
 def test_the_lines_of_the_plot_are_those_of_the_table(contents: Contents) -> None:
@@ -307,34 +290,26 @@ def test_a_very_large_store_is_thinned_evenly_and_the_page_says_so(
 ) -> None:
     assert MOST_POINTS == 50_000
     monkeypatch.setattr(report, "MOST_POINTS", 500)
-    fits = exponents(contents.measurements)
-    total = len(contents.measurements) + len(contents.published)
-    found = scatter_data(contents.measurements, fits, contents.published, compare(contents.published))
+    fits, compared = exponents(contents.measurements), compare(contents.published)
+    found = scatter_data(contents.measurements, fits, contents.published, compared)
     assert found is not None
-    shown = len(found["points"]["n"])
+    shown, total = len(found["points"]["n"]), found["total"]
+    assert total == len(contents.measurements) + len(contents.published) == 1200
     assert 250 < shown <= 500
-    assert found["total"] == total == 1200
     assert set(found["points"]["group"]) == set(range(len(found["groups"])))
-    assert f"The plot shows {shown} of {total} measurements" in render(
-        contents, fits, compare(contents.published), []
-    )
-
-
-def test_sensitive_tokens_are_thinned_by_length_keeping_the_longest(contents: Contents) -> None:
+    assert f"The plot shows {shown} of {total} measurements" in render(contents, fits, compared, [])
+    # Sensitive tokens are thinned by length, keeping the longest.
     lengths = range(100, 900)
+    shares = [[1 / n] * n for n in lengths]
     rows = contents.sensitivities.iloc[[0] * len(lengths)].assign(
-        n=lengths,
-        tokens=[["x"] * n for n in lengths],
-        input_energy=[[1 / n] * n for n in lengths],
-        output_energy=[[1 / n] * n for n in lengths],
+        n=lengths, tokens=[["x"] * n for n in lengths], input_energy=shares, output_energy=shares
     )
     found = sensitivity_data(rows)
     assert found is not None
-    shown = [row["n"] for row in found["rows"]]
-    assert sum(2 * n for n in shown) <= MOST_ENERGIES * 1.01
-    assert max(shown) == 899
-    assert found["total"] == 800
-    assert len(set(np.diff(sorted(shown)))) == 1
+    kept = [row["n"] for row in found["rows"]]
+    assert sum(2 * n for n in kept) <= MOST_ENERGIES * 1.01
+    assert (max(kept), found["total"]) == (899, 800)
+    assert len(set(np.diff(sorted(kept)))) == 1
 
 
 def test_bounds_are_compared_with_what_was_measured(contents: Contents) -> None:
@@ -359,16 +334,8 @@ def test_a_token_stays_in_its_place(token: str) -> None:
     assert visible_token(token)
     assert visible_token(token).isprintable()
     assert len(visible_token(token)) <= 40
-
-
-def test_tokens_that_are_not_seen_have_a_sign() -> None:
-    assert [visible_token(token) for token in ("", "\n", " \t", " a\xa0b", "\u202e")] == [
-        "∅",
-        "↵",
-        " →",
-        " a b",
-        "\ufffd",
-    ]
+    unseen = {"": "∅", "\n": "↵", " \t": " →", " a\xa0b": " a b", "\u202e": "\ufffd"}
+    assert {one: visible_token(one) for one in unseen} == unseen
 
 
 # ---- in the browser
@@ -379,26 +346,24 @@ def test_filters_choose_what_is_shown(page: Any, contents: Contents) -> None:
     fits = exponents(rows).set_index(["model", "text", "scope", "layer"])
     said = page.locator("#scatter-summary")
     assert said.inner_text().startswith("60 measurements. 3 exponents.")  # the first model, text and scope
-    choose(page, "scatter-fields", "layer", "layer 1")
-    assert said.inner_text().startswith("20 measurements. One exponent: layer 1, exponent ")
-    for name in ("slope", "low", "high"):
-        assert decimal(float(fits.loc[("other", "prose", "attention", 1), name]), 3) in said.inner_text()
-    choose(page, "scatter-fields", "model", "small")
-    assert decimal(float(fits.loc[("small", "prose", "attention", 1), "slope"]), 3) in said.inner_text()
-    choose(page, "scatter-fields", "scope", "head")
-    assert said.inner_text().startswith("40 measurements. 2 exponents.")
-    choose(page, "scatter-fields", "head", "head 1")
-    assert "layer 1, head 1, exponent" in said.inner_text()
-    choose(page, "scatter-fields", "text", "verse")
-    assert said.inner_text().startswith("20 measurements.")
+    for key, words, start in (
+        ("layer", "layer 1", "20 measurements. One exponent: layer 1, exponent "),
+        ("model", "small", "20 measurements. One exponent: layer 1, exponent "),
+        ("scope", "head", "40 measurements. 2 exponents."),
+        ("head", "head 1", "20 measurements. One exponent: layer 1, head 1, exponent "),
+        ("text", "verse", "20 measurements."),
+    ):
+        choose(page, "scatter-fields", key, words)
+        assert said.inner_text().startswith(start)
+        if key in ("layer", "model"):
+            fit = fits.loc[("small" if key == "model" else "other", "prose", "attention", 1)]
+            assert all(decimal(float(fit[name]), 3) in said.inner_text() for name in ("slope", "low", "high"))
     for key in ("head", "layer", "scope", "text", "model", "quantity"):
         choose(page, "scatter-fields", key, f"every {key}")
-    total = len(rows) + len(contents.published)
-    assert said.inner_text().startswith(f"{total} measurements.")
+    assert said.inner_text().startswith(f"{len(rows) + len(contents.published)} measurements.")
     label = page.locator("#scatter").get_attribute("aria-label")
-    assert re.match(
-        r"Scatter plot of constants from 1\.\d+ to 2\d\.\d+, against the length n from 2 to 16\.", label
-    )
+    ends = r"Scatter plot of constants from 1\.\d+ to 2\d\.\d+, against the length n from 2 to 16\."
+    assert re.match(ends, label)
     choose(page, "scatter-fields", "quantity", "as published")
     assert said.inner_text().startswith("240 measurements. 12 exponents.")
     # The published exponents are larger by a quarter.
@@ -406,6 +371,8 @@ def test_filters_choose_what_is_shown(page: Any, contents: Contents) -> None:
     assert re.search(rf"largest: layer \d, \w+, \w+, exponent {decimal(float(high), 3)},", said.inner_text())
 
 
+UNFOLD = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
+CELLS = "(all) => all.map((row) => [...row.cells].map((cell) => cell.textContent))"
 PAINTED = "document.querySelector('#scatter canvas').toDataURL()"
 
 
@@ -428,10 +395,6 @@ def test_every_way_of_colouring_and_both_axes_draw_something_else(page: Any) -> 
 def test_the_legend_takes_points_away_and_brings_them_back(page: Any) -> None:
     said, layer = page.locator("#scatter-summary"), page.locator("#scatter-legend button")
     assert layer.all_inner_texts() == ["layer 0", "layer 1", "layer 2"]
-    colours = layer.locator(".swatch").evaluate_all(
-        "(all) => all.map((one) => getComputedStyle(one).backgroundColor)"
-    )
-    assert len(set(colours)) == 3
     before = page.evaluate(PAINTED)
     layer.nth(1).click()
     assert layer.nth(1).get_attribute("aria-pressed") == "false"
@@ -445,10 +408,10 @@ def test_the_legend_takes_points_away_and_brings_them_back(page: Any) -> None:
         seen.add(re.search(r"layer \d", page.locator("#scatter-tip").inner_text()).group())
         page.keyboard.press("ArrowUp")
     assert seen == {"layer 0", "layer 2"}
-    for key in ("Enter", " "):  # brought back and taken away again
+    for key, pressed in (("Enter", "true"), (" ", "false")):  # brought back and taken away again
         layer.nth(1).focus()
         page.keyboard.press(key)
-        assert layer.nth(1).get_attribute("aria-pressed") == {"Enter": "true", " ": "false"}[key]
+        assert layer.nth(1).get_attribute("aria-pressed") == pressed
     layer.nth(1).click()
     assert said.inner_text().startswith("60 measurements. 3 exponents.")
     page.wait_for_function(f"{PAINTED} === {json.dumps(before)}")
@@ -525,26 +488,17 @@ def test_keys_and_pointer_reach_every_point_where_its_numbers_are(page: Any, con
     assert tip(page) is None
 
 
-def press(page: Any, button: str) -> None:
-    page.get_by_role("button", name=button).press("Enter")
-    painted(page)
-    page.locator("#scatter").focus()
-
-
-def painted(page: Any) -> None:
-    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-
-
 def test_a_part_of_the_plot_can_be_shown_larger(page: Any) -> None:
     choose(page, "scatter-fields", "layer", "layer 2")
-    page.locator("#scatter").focus()
 
-    def ends() -> tuple[tuple[float, float], tuple[float, float]]:
+    def ends() -> np.ndarray:
+        page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        page.locator("#scatter").focus()
         found = []
         for key in ("Home", "End"):
             page.keyboard.press(key)
             found.append(marked(page) if tip(page) else None)
-        return tuple(found)
+        return np.array(found)
 
     whole = ends()
     (left, _), (right, _) = whole
@@ -559,51 +513,59 @@ def test_a_part_of_the_plot_can_be_shown_larger(page: Any) -> None:
     page.wait_for_function("!document.querySelector('#scatter-mark').hidden")
     assert abs(marked(page)[0] - (left + right) / 2) < 60
     page.mouse.dblclick(left + 40, middle)
-    painted(page)
-    assert np.array(ends()) == pytest.approx(np.array(whole), abs=1)
+    assert ends() == pytest.approx(whole, abs=1)
     page.keyboard.press("Escape")
-    press(page, "Zoom out")
-    assert ends()[0][0] > left + 50
-    assert ends()[1][0] < right - 50
-    press(page, "Show everything")
-    assert np.array(ends()) == pytest.approx(np.array(whole), abs=1)
-    press(page, "Zoom in")  # around the point at the end
+    page.get_by_role("button", name="Zoom out").press("Enter")
+    smaller = ends()
+    assert left + 50 < smaller[0][0] < smaller[1][0] < right - 50
+    page.get_by_role("button", name="Show everything").press("Enter")
+    assert ends() == pytest.approx(whole, abs=1)
+    page.get_by_role("button", name="Zoom in").press("Enter")  # around the point at the end
     page.wait_for_function("!document.querySelector('#scatter-mark').hidden")
     assert abs(marked(page)[0] - (left + right) / 2) < 60
 
 
-def test_one_length_has_no_slopes(browser: Any, contents: Contents, tmp_path: Path) -> None:
-    with opened(browser, plain_page(measured(lengths=(8,)), tmp_path)) as (page, heard):
+def test_parts_of_a_study_can_be_explored(browser: Any, contents: Contents, tmp_path: Path) -> None:
+    with quiet(browser, paged(measured(lengths=(8,)), tmp_path)) as page:  # which has no slopes
         assert page.locator("#scatter-summary").inner_text() == "15 measurements."
         assert page.locator("#scatter-lines").is_hidden()
         page.locator("#scatter").focus()
         page.keyboard.press("Home")
         assert "no exponent: fewer than 3 lengths to fit" in page.locator("#scatter-tip").inner_text()
-        assert_silent(page, heard)
+    published = {"measurements": contents.measurements.iloc[:0], "published": contents.published}
+    with quiet(browser, paged(dataclasses.replace(measured(), **published), tmp_path)) as page:
+        assert page.locator("#scatter-summary").inner_text().startswith("60 measurements. 3 exponents.")
+        assert page.locator("#sensitive, #bounds").count() == 0
+        choose(page, "scatter-fields", "quantity", "as published")
+        choose(page, "scatter-fields", "layer", "layer 1")
+        page.locator("#scatter").focus()
+        page.keyboard.press("End")
+        assert "no interval" in page.locator("#scatter-tip").inner_text()
+    # Tokens that are not together the text stand apart.
+    pieces = contents.sensitivities.assign(place=pd.NA)
+    with quiet(browser, paged(dataclasses.replace(contents, sensitivities=pieces), tmp_path)) as page:
+        spans = page.locator("#tokens-input.apart span")
+        assert spans.count() == 16
+        one, other = (spans.nth(place).bounding_box() for place in (0, 1))
+        assert other["x"] - one["x"] - one["width"] > 4
 
 
 def test_the_tokens_are_shown_with_their_shares(page: Any) -> None:
     choose(page, "tokens-fields", "n", "n = 16")
     choose(page, "tokens-fields", "layer", "layer 2")
+    thickness = "(all) => all.map((one) => parseFloat(getComputedStyle(one).borderBottomWidth))"
     for side, most in (("input", 15), ("output", 0)):
         spans = page.locator(f"#tokens-{side} span")
-        assert spans.count() == 16
         assert page.locator(f"#tokens-{side}").inner_text().startswith("One day a cat,↵ againOne day")
         grounds = spans.evaluate_all("(all) => all.map((one) => one.className)")
-        assert grounds[most] == "e9"
-        assert grounds[15 - most] == f"e{round(9 / 16)}"
-        widths = spans.evaluate_all(
-            "(all) => all.map((one) => parseFloat(getComputedStyle(one).borderBottomWidth))"
-        )
+        assert (len(grounds), grounds[most], grounds[15 - most]) == (16, "e9", f"e{round(9 / 16)}")
+        widths = spans.evaluate_all(thickness)
         assert widths == sorted(widths, reverse=side == "output")
         assert widths[most] > widths[15 - most] + 2
-        assert (
-            spans.nth(most).get_attribute("title") == f"token {most + 1}: 12 % of the {side} energy"
-        )  # 16 of 136
+        title = f"token {most + 1}: 12 % of the {side} energy"  # 16 of 136
+        assert spans.nth(most).get_attribute("title") == title
     page.locator("summary", has_text="All tokens").click()
-    lines = page.locator("#tokens-rows tr").evaluate_all(
-        "(all) => all.map((row) => [...row.cells].map((cell) => cell.textContent))"
-    )
+    lines = page.locator("#tokens-rows tr").evaluate_all(CELLS)
     assert lines[0] == ["16", " cat", "12 %", "0.7 %"]
     assert [int(line[0]) for line in lines] == list(range(16, 0, -1))
     assert "half of the input energy is on 5 of the 16 tokens" in page.locator("#tokens-said").inner_text()
@@ -619,14 +581,10 @@ def test_unconverged_and_vanishing_constants_are_said(
     rows.loc[first & (rows["sample"] == 1) & (rows["layer"] == 1), ["lipschitz", "lower", "upper"]] = 0.0
     level = first & (rows["layer"] == 2)
     rows.loc[level, ["lipschitz", "lower"]] = np.outer(3 * rows.loc[level, "n"] ** -1e-5, [1, 1])
-    with opened(browser, plain_page(dataclasses.replace(contents, measurements=rows), tmp_path)) as (
-        page,
-        heard,
-    ):
+    with quiet(browser, paged(dataclasses.replace(contents, measurements=rows), tmp_path)) as page:
         said = page.locator("#scatter-summary")
-        assert said.inner_text().startswith(
-            "56 measurements, 12 of them not converged (hollow, with their interval); 4 more are zero"
-        )
+        start = "56 measurements, 12 of them not converged (hollow, with their interval); 4 more are zero"
+        assert said.inner_text().startswith(start)
         choose(page, "scatter-fields", "layer", "layer 2")
         assert "layer 2, exponent 0.000, 95 % interval 0.000 to 0.000" in said.inner_text()
         choose(page, "scatter-fields", "layer", "layer 0")
@@ -636,48 +594,11 @@ def test_unconverged_and_vanishing_constants_are_said(
             page.keyboard.press(key)
             shown.add("not converged" in page.locator("#scatter-tip").inner_text())
         assert shown == {True, False}
-        assert_silent(page, heard)
-
-
-def test_published_values_alone_can_be_explored(browser: Any, contents: Contents, tmp_path: Path) -> None:
-    alone = dataclasses.replace(
-        measured(), measurements=contents.measurements.iloc[:0], published=contents.published
-    )
-    with opened(browser, plain_page(alone, tmp_path)) as (page, heard):
-        assert page.locator("#scatter-summary").inner_text().startswith("60 measurements. 3 exponents.")
-        assert page.locator("#sensitive, #bounds").count() == 0
-        choose(page, "scatter-fields", "quantity", "as published")
-        choose(page, "scatter-fields", "layer", "layer 1")
-        page.locator("#scatter").focus()
-        page.keyboard.press("End")
-        assert "no interval" in page.locator("#scatter-tip").inner_text()
-        assert_silent(page, heard)
-
-
-def test_tokens_that_are_not_together_the_text_stand_apart(
-    browser: Any, contents: Contents, tmp_path: Path
-) -> None:
-    pieces = contents.sensitivities.assign(place=pd.NA)
-    with opened(browser, plain_page(dataclasses.replace(contents, sensitivities=pieces), tmp_path)) as (
-        page,
-        heard,
-    ):
-        spans = page.locator("#tokens-input.apart span")
-        assert spans.count() == 16
-        gap = (
-            spans.nth(1).bounding_box()["x"]
-            - spans.nth(0).bounding_box()["x"]
-            - spans.nth(0).bounding_box()["width"]
-        )
-        assert gap > 4
-        assert_silent(page, heard)
 
 
 def test_all_bounds_at_a_sequence_are_on_one_scale(page: Any) -> None:
     choose(page, "bounds-fields", "n", "n = 8")
-    lines = page.locator("#bounds-rows tr").evaluate_all(
-        "(all) => all.map((row) => [...row.cells].map((cell) => cell.textContent))"
-    )
+    lines = page.locator("#bounds-rows tr").evaluate_all(CELLS)
     by_name = {line[0]: line for line in lines}
     assert len(by_name) == 6
     assert by_name["near"][3] == "1.25"
@@ -707,8 +628,7 @@ def test_all_bounds_at_a_sequence_are_on_one_scale(page: Any) -> None:
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
 def test_bounds_are_shown_rounded_outwards(page: Any, contents: Contents, n: int) -> None:
     choose(page, "bounds-fields", "n", f"n = {n}")
-    in_cells = "(all) => all.map((row) => [...row.cells].map((cell) => cell.textContent))"
-    lines = page.locator("#bounds-rows tr").evaluate_all(in_cells)
+    lines = page.locator("#bounds-rows tr").evaluate_all(CELLS)
     shown = {name: float(words[2:]) for name, _, words, *_ in lines if words[2:].replace(".", "").isdigit()}
     place = ["model", "text", "scope", "layer", "head"]
     rows = contents.bounds[contents.bounds["n"] == n]
@@ -725,7 +645,7 @@ def test_bounds_are_shown_rounded_outwards(page: Any, contents: Contents, n: int
     assert [value, low, high] == pytest.approx(row[["lipschitz", "lower", "upper"]].tolist(), rel=1e-5)
 
     table = page.locator("table", has=page.locator("caption", has_text="The sharpest bounds"))
-    cells = table.locator("tbody tr:not(.family)").evaluate_all(in_cells)
+    cells = table.locator("tbody tr:not(.family)").evaluate_all(CELLS)
     at_least, at_most = next((float(one[3]), float(one[5])) for one in cells if one[2] == str(n))
     assert bounds["measured"] * 0.99 < at_least <= bounds["measured"]
     assert bounds["near"] <= at_most < bounds["near"] * 1.01
@@ -733,9 +653,7 @@ def test_bounds_are_shown_rounded_outwards(page: Any, contents: Contents, n: int
 
 def test_what_was_published_is_beside_what_is_right(page: Any, contents: Contents) -> None:
     table = page.locator("table", has=page.locator("caption", has_text="Exponent of each quantity"))
-    cells = table.locator("tbody tr:not(.family)").evaluate_all(
-        "(all) => all.map((row) => [...row.cells].map((cell) => cell.textContent))"
-    )
+    cells = table.locator("tbody tr:not(.family)").evaluate_all(CELLS)
     assert len(cells) == 2 * 2 * 3 * 2
     for right, wrong in zip(cells[::2], cells[1::2], strict=True):
         assert (right[1], wrong[1]) == ("corrected", "as published")
@@ -749,8 +667,8 @@ def test_what_was_published_is_beside_what_is_right(page: Any, contents: Content
 @pytest.mark.parametrize("width", [320, 390])
 def test_nothing_is_wider_than_a_phone(browser: Any, file: Path, width: int) -> None:
     phone = {"viewport": {"width": width, "height": 700}, "is_mobile": True, "has_touch": True}
-    with opened(browser, file, **phone) as (page, heard):
-        page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    with quiet(browser, file, **phone) as page:
+        page.evaluate(UNFOLD)
         assert page.evaluate("document.documentElement.scrollWidth") == width
         # Tables fit without scrolling, their cells below each other where there are many columns.
         both = "(all) => all.map((one) => [one.scrollWidth, one.clientWidth])"
@@ -764,62 +682,49 @@ def test_nothing_is_wider_than_a_phone(browser: Any, file: Path, width: int) -> 
             page.touchscreen.tap(*place)
             assert tip(page)[1] == numbers[1]
             assert page.evaluate("document.documentElement.scrollWidth") == width
-        assert_silent(page, heard)
 
 
 CONTRASTS = """() => {
-  const canvas = document.createElement('canvas'); canvas.width = canvas.height = 1;
-  const context = canvas.getContext('2d', { willReadFrequently: true });
-  const known = new Map();
+  const context = Object.assign(document.createElement('canvas'), { width: 1, height: 1 })
+    .getContext('2d', { willReadFrequently: true });
   const parse = (colour) => {
-    if (!known.has(colour)) {
-      context.clearRect(0, 0, 1, 1);
-      context.fillStyle = colour; context.fillRect(0, 0, 1, 1);
-      const [r, g, b, a] = context.getImageData(0, 0, 1, 1).data;
-      known.set(colour, [r, g, b, a / 255]);
-    }
-    return known.get(colour);
+    context.clearRect(0, 0, 1, 1);
+    context.fillStyle = colour; context.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = context.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
   };
   const over = (top, under) => top.slice(0, 3).map((part, k) => part * top[3] + under[k] * (1 - top[3]));
-  const light = (colour) => {
-    const linear = (part) => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
-    const [r, g, b] = colour.map((part) => linear(part / 255));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
   const ground = (node) => node === null ? [255, 255, 255]
     : over(parse(getComputedStyle(node).backgroundColor), ground(node.parentElement));
-  const ratio = (one, under) => {
-    const [text, back] = [light(over(parse(one), under)), light(under)];
-    return (Math.max(text, back) + 0.05) / (Math.min(text, back) + 0.05);
-  };
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  const seen = new Map();
-  while (walker.nextNode()) {
-    const node = walker.currentNode.parentElement;
-    if (!walker.currentNode.textContent.trim() || !node.getClientRects().length) continue;
-    const style = getComputedStyle(node);
-    const under = ground(node);
-    const key = style.color + under;
-    if (seen.has(key)) continue;
-    seen.set(key, [ratio(style.color, under), `${node.tagName}.${node.className}`, style.color, `${under}`]);
-  }
-  const paper = ground(document.body);
+  const pair = (colour, under) => [over(parse(colour), under), under];
+  const words = [...document.querySelectorAll('body *')].filter((node) => node.getClientRects().length
+    && [...node.childNodes].some((one) => one.nodeType === Node.TEXT_NODE && one.textContent.trim()));
   const swatches = [...document.querySelectorAll('.swatch')];
-  return [[...seen.values()], swatches.map((one) => ratio(getComputedStyle(one).backgroundColor, paper))];
+  const paper = ground(document.body);
+  return [words.map((one) => [pair(getComputedStyle(one).color, ground(one)), one.outerHTML.slice(0, 99)]),
+    swatches.map((one) => pair(getComputedStyle(one).backgroundColor, paper))];
 }"""
+
+
+def contrast(pair: list[list[float]]) -> float:
+    """The ratio of WCAG 2 between two colours."""
+    parts = np.array(pair) / 255
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    low, high = sorted(linear @ [0.2126, 0.7152, 0.0722])
+    return float((high + 0.05) / (low + 0.05))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_words_and_points_can_be_told_from_the_paper(browser: Any, file: Path, scheme: str) -> None:
-    with opened(browser, file, color_scheme=scheme) as (page, heard):
-        page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    with quiet(browser, file, color_scheme=scheme) as page:
+        page.evaluate(UNFOLD)
         choose(page, "tokens-fields", "n", "n = 16")
         choose(page, "scatter-fields", "colour", "radius R")
         words, points = page.evaluate(CONTRASTS)
-        assert len(words) > 8
-        assert [found for found in words if found[0] < 4.5] == []
+        assert len(words) > 99
+        assert [where for pair, where in words if contrast(pair) < 4.5] == []
         assert len(points) == 8
-        assert min(points) > 3
+        assert min(map(contrast, points)) > 3
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
         assert dark == (scheme == "dark")
         # A figure, black on white, has no card on a dark page: its corner is as dark as the page.
@@ -828,7 +733,6 @@ def test_words_and_points_can_be_told_from_the_paper(browser: Any, file: Path, s
         corner = {"x": place["x"] - 2, "y": place["y"] - 2, "width": 4, "height": 4}
         colours = Image.open(io.BytesIO(page.screenshot(clip=corner))).convert("RGB").getcolors()
         assert len(colours) == 1
-        assert_silent(page, heard)
 
 
 def test_without_a_script_the_figures_and_tables_stay(browser: Any, file: Path) -> None:
@@ -855,45 +759,40 @@ def test_on_paper_everything_is_unfolded_and_what_needs_a_hand_is_gone(page: Any
     assert page.pdf().startswith(b"%PDF")
 
 
-# ---- hostile data
-
-
 def test_hostile_data_are_shown_and_never_run(browser: Any, tmp_path: Path) -> None:
     names = HOSTILE[:5]
     found = with_all(measured(names[:2], names[2::2]), HOSTILE)
+
+    def spread(words: list[str] | str, table: pd.DataFrame) -> pd.Series:
+        # As objects: with pyarrow, columns of strings cannot hold a lone surrogate.
+        return pd.Series(words, table.index, dtype=object)
+
     found.measurements["masking"] = HOSTILE[1]
-    # As objects: with pyarrow, columns of strings cannot hold a lone surrogate.
     named = [HOSTILE[place % len(HOSTILE)][:400] for place in range(len(found.bounds))]
-    found.bounds["name"] = pd.Series(named, found.bounds.index, dtype=object)
+    found.bounds["name"] = spread(named, found.bounds)
     found.bounds["source"] = HOSTILE[1] * 20
-    found.models["source"] = pd.Series(HOSTILE[6], found.models.index, dtype=object)
-    found.runs["command"] = pd.Series(" ".join(HOSTILE[:7]), found.runs.index, dtype=object)
-    file = tmp_path / "report.html"
-    page_text = render(found, exponents(found.measurements), compare(found.published), [])
-    assert len(page_text) < 3_000_000  # a token of a megabyte stands there a few hundred times
-    file.write_text(page_text, encoding="utf-8")
-    with opened(browser, file) as (page, heard):
-        page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    found.models["source"] = spread(HOSTILE[6], found.models)
+    found.runs["command"] = spread(" ".join(HOSTILE[:7]), found.runs)
+    file = paged(found, tmp_path)
+    assert file.stat().st_size < 3_000_000  # a token of a megabyte stands there a few hundred times
+    with quiet(browser, file) as page:
+        page.evaluate(UNFOLD)
         for key in ("model", "text", "scope", "quantity"):
             choose(page, "scatter-fields", key, f"every {key}")
         for colour in ("model", "text"):
             page.locator("#scatter-fields select[data-key='colour']").select_option(value=colour)
         page.locator("#scatter").focus()
         page.keyboard.press("Home")
-        page.locator("#tokens-fields select[data-key='n']").select_option(label="n = 16")
-        page.locator("#bounds-fields select[data-key='n']").select_option(label="n = 16")
+        for fields in ("tokens", "bounds"):
+            page.locator(f"#{fields}-fields select[data-key='n']").select_option(label="n = 16")
         text = page.locator("body").inner_text()
-        for shown in (
-            "<script>window.pwned = 1</script>",
-            "</script><img src=x onerror='window.pwned = 2'>",
-            "<!--<script>",
-        ):
-            assert shown in text, shown
+        assert [shown for shown in HOSTILE[:3] if shown not in text] == []
         assert HOSTILE[1] in page.locator("#scatter-tip").inner_text()
         tokens = page.locator("#tokens-input span")
-        assert tokens.nth(0).inner_text() == HOSTILE[0]
-        assert tokens.nth(7).inner_text() == "x" * 18 + "..." + "x" * 18
-        assert tokens.nth(4).inner_text() == "\ufffdtxet desrever\ufffd"
+        for place, shown in (
+            (0, HOSTILE[0]), (7, "x" * 18 + "..." + "x" * 18), (4, "\ufffdtxet desrever\ufffd")
+        ):  # fmt: skip
+            assert tokens.nth(place).inner_text() == shown
         assert not re.search("[\u202a-\u202e\u2066-\u2069\u200e\u200f\x00-\x08\x1b]", page.content())
         assert page.locator("img").count() == 0
         assert page.locator("svg[onload], [onerror], iframe").count() == 0
@@ -901,4 +800,3 @@ def test_hostile_data_are_shown_and_never_run(browser: Any, tmp_path: Path) -> N
         for width in (1100, 390):
             page.set_viewport_size({"width": width, "height": 800})
             assert page.evaluate("document.documentElement.scrollWidth") == width
-        assert_silent(page, heard)

@@ -21,11 +21,9 @@ from tests._study import FakeModel, FakeTokenizer, contents_of, make_plan, make_
 ODD = "Größe naïve 漢字かな 🙂🙃 e\u0301\u200d x\u00a0y\n\n  tab\tend  " * 3
 
 
-def test_the_first_sample_of_every_scope_layer_and_head_is_told(tmp_path: Path) -> None:
-    run(make_plan(scopes=("attention", "head", "block")), tmp_path, make_tools()[0])
-    contents = contents_of(tmp_path)
-    table = contents.sensitivities
-    assert len(table) == 3 * (3 + 6 + 3)
+def test_the_first_sample_of_every_scope_layer_and_head_is_told(study: Any) -> None:
+    table = study.contents.sensitivities
+    assert len(table) == 3 * (3 + 6)
     assert set(table["sample"]) == {0}
     text = words(4000)
     for row in table.itertuples():
@@ -35,8 +33,19 @@ def test_the_first_sample_of_every_scope_layer_and_head_is_told(tmp_path: Path) 
         assert [word.strip() for word in row.tokens] == [f"w{row.start + i}" for i in range(row.n)]
         assert text[row.place :].startswith("".join(row.tokens))
         assert row.converged
-    starts = table.merge(contents.measurements, on=["model", "text", "scope", "layer", "n", "sample"])
+    starts = table.merge(study.contents.measurements, on=["model", "text", "scope", "layer", "n", "sample"])
     assert (starts["start_x"] == starts["start_y"]).all()
+
+
+def test_long_sequences_are_left_out_and_tokens_need_no_places(tmp_path: Path) -> None:
+    model = FakeModel(max_length=None, tokenizer=FakeTokenizer(knows_places=False))
+    run(make_plan(lengths=(4, 513), samples=1), tmp_path, make_tools(models={"small": model})[0])
+    contents = contents_of(tmp_path)
+    assert set(contents.measurements["n"]) == {4, 513}
+    table = contents.sensitivities
+    assert set(table["n"]) == {4}
+    assert table["place"].isna().all()
+    assert table["tokens"][0] == [f"w{table['start'][0] + i}" for i in range(4)]
 
 
 def test_more_samples_and_another_run_move_nothing(tmp_path: Path) -> None:
@@ -48,21 +57,6 @@ def test_more_samples_and_another_run_move_nothing(tmp_path: Path) -> None:
     after = contents_of(tmp_path).sensitivities
     assert after[after["n"] != 4].reset_index(drop=True).equals(before)
     assert (after["n"] == 4).sum() == 3
-
-
-def test_long_sequences_are_left_out(tmp_path: Path) -> None:
-    tools, _ = make_tools(models={"small": FakeModel(max_length=None)})
-    run(make_plan(lengths=(512, 513), samples=1), tmp_path, tools)
-    assert set(contents_of(tmp_path).measurements["n"]) == {512, 513}
-    assert set(contents_of(tmp_path).sensitivities["n"]) == {512}
-
-
-def test_a_tokenizer_that_knows_no_places_gives_its_tokens(tmp_path: Path) -> None:
-    model = FakeModel(tokenizer=FakeTokenizer(knows_places=False))
-    run(make_plan(lengths=(4,)), tmp_path, make_tools(models={"small": model})[0])
-    table = contents_of(tmp_path).sensitivities
-    assert table["place"].isna().all()
-    assert table["tokens"][0] == [f"w{table['start'][0] + i}" for i in range(4)]
 
 
 def test_a_constant_of_zero_moves_no_output(tmp_path: Path) -> None:

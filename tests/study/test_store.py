@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import sqlite3
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -22,7 +24,6 @@ from howsmooth.study.records import (
     Measurement,
     PublishedValue,
     Row,
-    Run,
     SequenceRecord,
 )
 from howsmooth.study.store import STORE_NAME, Store
@@ -49,12 +50,10 @@ CHOICES: dict[Any, tuple[Any, ...]] = {
     tuple[float, ...]: ((), FLOATS, (0.5,)),
 }
 PLAIN = {
-    int: 3, float: 0.5, bool: True, str: "words", tuple[str, ...]: ("a",),
-    tuple[float, ...]: (0.5,),
+    int: 3, float: 0.5, bool: True, str: "words", tuple[str, ...]: ("a",), tuple[float, ...]: (0.5,),
 }  # fmt: skip
 OTHER = {
-    int: 4, float: 2.5, bool: False, str: "other", tuple[str, ...]: (),
-    tuple[float, ...]: (0.1, 0.2),
+    int: 5, float: 2.5, bool: False, str: "other", tuple[str, ...]: (), tuple[float, ...]: (0.1, 0.2),
 }  # fmt: skip
 
 
@@ -62,12 +61,6 @@ def type_of(kind: type[Row], name: str) -> tuple[Any, bool]:
     """The type of a field, and whether it may be ``None``."""
     hint = get_type_hints(kind)[name]
     return (get_args(hint)[0], True) if type(None) in get_args(hint) else (hint, False)
-
-
-def plain(kind: type[Row]) -> Any:
-    """A row without all that it may be without."""
-    types = {name: type_of(kind, name) for name in kind.columns()}
-    return kind(**{name: None if nullable else PLAIN[one] for name, (one, nullable) in types.items()})
 
 
 def hostile(kind: type[Row], place: int) -> Any:
@@ -81,51 +74,30 @@ def hostile(kind: type[Row], place: int) -> Any:
     return kind(**values)
 
 
-def row(**changes: Any) -> Measurement:
-    values: dict[str, Any] = {
-        "model": "m", "layer": 0, "head": None, "scope": "attention", "causal": False, "text": "t",
-        "sample": 0, "n": 4, "radius_mean": 1.0, "radius_max": 2.0, "lipschitz": 3.0, "lower": 2.9,
-        "upper": 3.1, "confidence": 0.999, "converged": True, "iterations": 9, "seconds": 0.1,
-        "seed": 2**63 - 1, "dtype": "float32", "method": "closed form", "masking": "none",
-        "site": "layer.0", "start": 8,
-    }  # fmt: skip
-    return Measurement(**(values | changes))
+PLACE = {
+    "model": "m", "text": "t", "scope": "attention", "layer": 0, "head": None, "n": 4, "sample": 0,
+    "start": 8, "what": "measurements",
+}  # fmt: skip
 
 
-def bounding(**changes: Any) -> Bounding:
-    values: dict[str, Any] = {
-        "model": "m", "text": "t", "scope": "attention", "layer": 0, "head": None, "n": 4, "sample": 0,
-        "start": 8, "radius": 2.0, "name": "ball_upper_bound", "side": "upper", "quantity": "Lip(f on B_R^n)",
-        "value": 7.5, "log_value": 2.0149, "holds": True, "source": "Theorem A",
-    }  # fmt: skip
-    return Bounding(**(values | changes))
+def made(kind: type[Row], **changes: Any) -> Any:
+    """A row at one place, without all that it may be without but for the changes."""
+    types = {name: type_of(kind, name) for name in kind.columns()}
+    values = {name: None if nullable else PLAIN[one] for name, (one, nullable) in types.items()}
+    return kind(**(values | {name: PLACE[name] for name in types if name in PLACE} | changes))
 
 
-def published(**changes: Any) -> PublishedValue:
-    values: dict[str, Any] = {
-        "model": "m", "text": "t", "layer": 0, "n": 4, "sample": 0, "quantity": "corrected", "items": "",
-        "lipschitz": 3.0, "lower": 2.9, "upper": 3.1, "settled": True, "steps": 9, "radius_mean": 1.0,
-        "start": 8, "seed": 2**63 - 1, "map": "a map",
-    }  # fmt: skip
-    return PublishedValue(**(values | changes))
+row, bounding, published, failure = (
+    partial(made, kind) for kind in (Measurement, Bounding, PublishedValue, Failure)
+)
 
 
 def sequence(tokens: tuple[str, ...] = HOSTILE[:4], **changes: Any) -> SequenceRecord:
-    values: dict[str, Any] = {"model": "m", "text": "t", "n": 4, "sample": 0, "start": 8, "place": 40}
-    return SequenceRecord(**(values | changes), tokens=tokens)
+    return made(SequenceRecord, **({"place": 40} | changes), tokens=tokens)
 
 
 def energies(output: tuple[float, ...] = (1 / 3, 0.0, 2 / 3, 1e-300)) -> dict[str, Any]:
     return {"input_energy": (0.5, 0.25, 0.25, 0.0), "output_energy": output}
-
-
-def failure(**changes: Any) -> Failure:
-    values: dict[str, Any] = {
-        "model": "m", "text": "t", "scope": "attention", "layer": 0, "head": None, "n": 4, "sample": 0,
-        "kind": "ModelError", "error": "No.", "detail": "", "what": "measurements",
-        "happened": "2026-01-01",
-    }  # fmt: skip
-    return Failure(**(values | changes))
 
 
 @pytest.fixture
@@ -139,16 +111,16 @@ def store(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.table)
 def test_every_field_of_every_kind_goes_in_and_comes_back(tmp_path: Path, kind: type[Row]) -> None:
-    made = [hostile(kind, place) for place in range(8)]
+    given = [hostile(kind, place) for place in range(8)]
     with Store.open(tmp_path) as store:
-        store.add(made, 7)
+        store.add(given, 7)
     with Store.open(tmp_path, write=False) as store:
-        assert store.rows(kind) == [(one, 7) for one in made]
+        assert store.rows(kind) == [(one, 7) for one in given]
         table = store.table(kind)
         assert list(table.columns) == [*kind.columns(), "run"]
         for place, (one, _) in enumerate(store.rows(kind)):
             for name in kind.columns():
-                value, wanted, there = getattr(one, name), getattr(made[place], name), table[name][place]
+                value, wanted, there = getattr(one, name), getattr(given[place], name), table[name][place]
                 assert type(value) is type(wanted)
                 same = there == (list(wanted) if isinstance(wanted, tuple) else wanted)
                 assert pd.isna(there) if wanted is None else same
@@ -156,7 +128,7 @@ def test_every_field_of_every_kind_goes_in_and_comes_back(tmp_path: Path, kind: 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.table)
 def test_under_a_second_key_a_row_is_refused_stays_or_replaces(store: Store, kind: type[Row]) -> None:
-    first = plain(kind)
+    first = made(kind)
     rest = {n: OTHER[type_of(kind, n)[0]] for n in kind.columns() if n not in kind.key}
     again = replace(first, **rest)
     beside = [replace(first, **{name: OTHER[type_of(kind, name)[0]]}) for name in kind.key]
@@ -179,7 +151,8 @@ def _third(kind: type[Row]) -> Any:
 
 
 def test_every_column_of_every_table_is_sealed(store: Store) -> None:
-    store.add([plain(kind) for kind in KINDS], 1)
+    # A failure elsewhere: a row in its place would end it.
+    store.add([made(kind) for kind in KINDS if kind is not Failure] + [failure(model="other")], 1)
     connection = store._connection
     for kind in KINDS:
         for name in (*kind.columns(), "run", "seal"):
@@ -197,32 +170,16 @@ def test_every_column_of_every_table_is_sealed(store: Store) -> None:
 def test_a_transaction_holds_all_or_nothing(store: Store) -> None:
     store.add([row(n=9)], 1)
 
-    def work(stop: bool) -> None:
-        with store.transaction():
+    def counts(stop: type[BaseException] | None = None) -> tuple[int, int]:
+        with contextlib.suppress(KeyboardInterrupt), store.transaction():
             store.add([row()], 1)
             store.add([bounding()], 1)
             if stop:
-                raise KeyboardInterrupt
+                raise stop
+        return store.count(Measurement), store.count(Bounding)
 
-    with pytest.raises(KeyboardInterrupt):
-        work(stop=True)
-    assert [one.n for one, _ in store.rows(Measurement)] == [9]
-    assert store.count(Bounding) == 0
-    work(stop=False)
-    assert [one.n for one, _ in store.rows(Measurement)] == [9, 4]
-    assert store.count(Bounding) == 1
-
-
-def test_a_run_says_who_worked_and_whether_it_ended(store: Store) -> None:
-    numbers = [store.start_run(command, "cpu", {"torch": "2"}) for command in ("first", "second")]
-    store.add([row()], numbers[1])
-    store.finish_run(numbers[1])
-    first, second = [run for run, _ in store.rows(Run)]
-    assert numbers == [first.id, second.id] == [1, 2]
-    assert first.finished is None
-    assert second.started <= str(second.finished)
-    assert (second.command, second.device, second.environment) == ("second", "cpu", '{"torch": "2"}')
-    assert store.table(Measurement)["run"].tolist() == [2]
+    assert counts(KeyboardInterrupt) == (1, 0)
+    assert counts() == (2, 1)
 
 
 def test_keys_are_those_of_the_rows_asked_for(store: Store) -> None:
@@ -277,7 +234,7 @@ def test_a_failure_is_over_when_that_which_failed_is_there_and_nothing_else(stor
     store.add([bounding(), published()], 1)
     assert left() == [("published", "m", 5, 0), ("measurements", "other", 4, 0)]
     store.add([failure(n=5, what="published", error="Again.", happened="2027")], 2)
-    assert [(one.error, run) for one, run in store.rows(Failure)] == [("No.", 1), ("Again.", 2)]
+    assert [(one.error, run) for one, run in store.rows(Failure)] == [("words", 1), ("Again.", 2)]
 
 
 # ---- tables of all that there is
@@ -300,23 +257,25 @@ def test_sensitivities_come_with_their_words_and_their_measurement(store: Store,
 
 
 def test_contents_are_in_order_and_say_what_is_missing(store: Store, tmp_path: Path) -> None:
-    refused = bounding(name="joint", value=None, log_value=None, holds=False, source="too dear")
-    endless = bounding(name="theorem_3_5", value=float("inf"), log_value=1e4)
-    below = bounding(name="theorem_3_7", side="lower", value=0.0, log_value=float("-inf"))
-    store.add([refused, endless, bounding(), below, bounding(name="theorem_3_7")], 1)
+    refused = bounding(name="joint", side="upper", holds=False, source="too dear")
+    endless, below, *finite = (
+        bounding(name=name, side=side, value=value, log_value=log_value)
+        for name, side, value, log_value in (
+            ("theorem_3_5", "upper", float("inf"), 1e4),
+            ("theorem_3_7", "lower", 0.0, float("-inf")),
+            ("ball_upper_bound", "upper", 7.5, 2.0149),
+            ("theorem_3_7", "upper", 7.5, 2.0149),
+        )
+    )
+    store.add([refused, endless, finite[0], below, finite[1]], 1)
     store.add([row(n=n) for n in (8, 4)] + [row(head=1, scope="head")], 1)
-    without = published(quantity="as published", items="output", lower=None, upper=None, settled=False)
-    store.add([published(), without], 1)
+    right = published(quantity="corrected", items="", lower=2.9, upper=3.1)
+    store.add([right, published(quantity="as published", items="output", settled=False)], 1)
     store.begin("measure", {"seed": 0})
     contents = contents_of(tmp_path)
     assert set(contents.bounds.columns) == {*Bounding.columns(), "run"}
-    assert contents.bounds["name"].tolist() == [
-        "theorem_3_7",
-        "ball_upper_bound",
-        "theorem_3_7",
-        "theorem_3_5",
-        "joint",
-    ]
+    order = ["theorem_3_7", "ball_upper_bound", "theorem_3_7", "theorem_3_5", "joint"]
+    assert contents.bounds["name"].tolist() == order
     assert contents.bounds["log_value"].isna().tolist() == [False] * 4 + [True]
     assert contents.measurements["n"].tolist() == [4, 8, 4]
     assert contents.measurements["head"].isna().tolist() == [True, True, False]
@@ -328,103 +287,66 @@ def test_contents_are_in_order_and_say_what_is_missing(store: Store, tmp_path: P
 # ---- the file
 
 
-def test_a_second_writer_is_refused_and_readers_are_not(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="in use by another howsmooth process"):
-        Store.open(tmp_path)
-    store.add([row()], 1)
-    with Store.open(tmp_path, write=False) as reader:
-        assert reader.count(Measurement) == 1
-    store.close()
-    Store.open(tmp_path).close()
-
-
-def make_text(path: Path) -> None:
-    path.write_text("this is no database, " * 100)
-
-
-def make_other(path: Path) -> None:
-    with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE holidays (day TEXT)")
-    connection.close()
-
-
-def make_changed(path: Path) -> None:
+def changed(path: Path, command: str) -> None:
+    """Let another program change a store with a row."""
     with Store.open(path.parent) as store:
         store.add([row()], 1)
-    with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE measurements SET lipschitz = 9")
-    connection.close()
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(command)
 
 
-def make_tables(path: Path) -> None:
-    Store.open(path.parent).close()
-    with sqlite3.connect(path) as connection:
-        connection.execute("ALTER TABLE runs ADD COLUMN more TEXT")
-    connection.close()
-
-
-def make_damaged(path: Path) -> None:
-    with Store.open(path.parent) as store:
-        store.add([row(sample=sample) for sample in range(200)], 1)
-    content = bytearray(path.read_bytes())
-    half = len(content) // 2
-    content[half : half + 4096 * 4] = os.urandom(4096 * 4)
-    path.write_bytes(content)
-
-
-def make_cut(path: Path) -> None:
-    with Store.open(path.parent) as store:
-        store.add([row(sample=sample) for sample in range(200)], 1)
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def make_folder(path: Path) -> None:
-    path.mkdir()
-
-
-BAD_FILES = {
-    make_text: "not a database",
-    make_other: "is not a store of howsmooth",
-    make_changed: "row 1 of measurements was changed after it was written",
-    make_tables: "its tables are not those of this version of howsmooth",
-    make_damaged: "is damaged|malformed",
-    make_cut: "is damaged|malformed",
-    make_folder: "is not a file",
+BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "text": (lambda path: path.write_text("this is no database, " * 100), "not a database"),
+    "folder": (Path.mkdir, "is not a file"),
+    "other": (
+        lambda path: sqlite3.connect(path).execute("CREATE TABLE a (b)"),
+        "is not a store of howsmooth",
+    ),
+    "row": (
+        lambda path: changed(path, "UPDATE measurements SET lipschitz = 9"),
+        "row 1 of measurements was changed after it was written",
+    ),
+    "tables": (
+        lambda path: changed(path, "ALTER TABLE runs ADD COLUMN more TEXT"),
+        "its tables are not those of this version of howsmooth",
+    ),
 }
 
 
-@pytest.mark.parametrize("make", BAD_FILES, ids=lambda make: make.__name__)
-def test_what_is_no_store_is_refused_and_left_alone(tmp_path: Path, make: Any) -> None:
-    path = tmp_path / STORE_NAME
-    make(path)
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_what_is_no_store_is_refused_and_left_alone(tmp_path: Path, kind: str) -> None:
+    path, (spoil, words) = tmp_path / STORE_NAME, BAD_FILES[kind]
+    spoil(path)
     before = path.read_bytes() if path.is_file() else b""
     for write in (True, False):
-        with pytest.raises(StoreError, match=BAD_FILES[make]) as refusal:
+        with pytest.raises(StoreError, match=words) as refusal:
             Store.open(tmp_path, write=write)
         assert "--out" not in str(refusal.value)  # a program reads stores, too
         assert str(path) in str(refusal.value)
         assert (path.read_bytes() if path.is_file() else b"") == before
 
 
-def test_an_empty_file_is_a_store_that_was_not_begun(tmp_path: Path) -> None:
-    (tmp_path / STORE_NAME).touch()
-    assert not Store.exists(tmp_path)
-    with Store.open(tmp_path) as store:
-        assert store.count(Measurement) == 0
-
-
 def test_where_no_store_can_be(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("x")
-    with pytest.raises(StoreError, match="out: expected a folder, got the file"):
-        Store.open(path)
-    with pytest.raises(StoreError, match="out: expected a writable folder"):
-        Store.open(path / "below")
+    for folder, words in (
+        (path, "out: expected a folder, got the file"),
+        (path / "below", "out: expected a writable folder"),
+        # Nobody can write there, not even the superuser.
+        *(
+            [(Path("/proc/howsmooth"), "expected a writable folder")]
+            if Path("/proc/version").exists()
+            else []
+        ),
+    ):
+        with pytest.raises(StoreError, match=words):
+            Store.open(folder)
     with pytest.raises(StoreError, match="which has none"):
         Store.open(tmp_path, write=False)
-    if Path("/proc/version").exists():  # nobody can write there, not even the superuser
-        with pytest.raises(StoreError, match=r"out: expected a writable folder, got /proc/howsmooth"):
-            Store.open(Path("/proc/howsmooth"))
+    (tmp_path / STORE_NAME).touch()  # one that was not begun
+    assert not Store.exists(tmp_path)
+    with Store.open(tmp_path) as store:
+        assert store.count(Measurement) == 0
 
 
 def test_a_full_disk_is_said_and_loses_nothing(store: Store) -> None:
@@ -444,34 +366,30 @@ def test_every_table_of_a_study_is_read(tmp_path: Path) -> None:
     arguments = "measure builtin-encoder --lengths 4,8 --samples 2 --layers 0 --bounds none --quiet --out"
     assert main([*arguments.split(), str(folder)]) == 0
     tables = hs.read(str(folder))
-    assert list(tables["measurements"]["n"].value_counts()) == [2, 2]
-    assert (tables["measurements"]["lower"] <= tables["measurements"]["upper"]).all()
-    assert tables["models"]["stored"].to_list() == ["float16"]
-    assert tables["measurements"]["computed"].unique() == ["float32"]
+    rows = tables["measurements"]
+    assert list(rows["n"].value_counts()) == [2, 2]
+    assert (rows["lower"] <= rows["upper"]).all()
+    assert (tables["models"]["stored"].to_list(), rows["computed"].unique()) == (["float16"], ["float32"])
     assert "failures" not in tables
-    runs = tables["measurements"].merge(tables["runs"], left_on="run", right_on="id")
-    assert len(runs) == 4
-    assert "run" not in tables["models"]
+    assert len(rows.merge(tables["runs"], left_on="run", right_on="id")) == 4
     assert {str(table["run"].dtype) for table in tables.values() if "run" in table} == {"Int64"}
-    assert {table["model"].dtype for table in tables.values() if "model" in table} == {
-        tables["measurements"]["model"].dtype
-    }
-    assert set(hs.read(os.fsdecode(folder))) == set(tables)
+    assert {table["model"].dtype for table in tables.values() if "model" in table} == {rows["model"].dtype}
     assert set(hs.read(folder / STORE_NAME)) == set(tables)
-    assert max(map(len, repr(tables["measurements"]).splitlines())) <= 80
-    assert "Weights stored in float16, measured in float32" in (folder / "report.html").read_text()
+    assert max(map(len, repr(rows).splitlines())) <= 80
 
 
 def test_a_folder_without_a_store_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="--out"):
-        hs.read(tmp_path)
+    def refusal(path: Path) -> str:
+        with pytest.raises(StoreError) as refused:
+            hs.read(path)
+        return str(refused.value)
+
+    assert "--out" in refusal(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "profile.csv").touch()
-    with pytest.raises(StoreError, match=r"Read .*profile\.csv with pandas"):
-        hs.read(tmp_path)
-    with pytest.raises(StoreError, match=r"expected the output folder .* got .*profile\.csv\."):
-        hs.read(tmp_path / "profile.csv")
+    table = tmp_path / "profile.csv"
+    table.touch()
+    assert f"Read {table} with pandas" in refusal(tmp_path)
+    assert "expected the output folder" in refusal(table)
     (tmp_path / "figure-1").mkdir()
     (tmp_path / "figure-1" / STORE_NAME).touch()
-    with pytest.raises(StoreError, match=r"Give a folder in it, such as .*figure-1\."):
-        hs.read(tmp_path)
+    assert f"Give a folder in it, such as {tmp_path / 'figure-1'}." in refusal(tmp_path)

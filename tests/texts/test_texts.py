@@ -1,3 +1,5 @@
+"""Texts by name, path or standard input, read as they are, and refused in a sentence."""
+
 from __future__ import annotations
 
 import hashlib
@@ -6,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,8 +17,6 @@ from howsmooth.errors import ArgumentError, TextError
 from howsmooth.texts import TEXTS, load_text
 from howsmooth.texts.loaders import _standard_input
 from tests._shared import shared_data
-
-# ---------------------------------------------------------------- Alice, who is always there
 
 
 def test_alice_is_the_whole_novel_and_nothing_else() -> None:
@@ -33,13 +33,8 @@ def test_alice_is_the_whole_novel_and_nothing_else() -> None:
     readme = (Path(texts.__file__).parent / "README.md").read_text("utf-8")
     assert text.digest in readme
     assert f"{len(text.content):,} characters" in readme
-
-
-def test_alice_is_the_text_that_others_measure_on() -> None:
-    assert load_text("alice").content == load_text(shared_data("alice", "carroll-alice.txt")).content
-
-
-# ---------------------------------------------------------------- names and paths
+    # It is the text that others measure on.
+    assert text.content == load_text(shared_data("alice", "carroll-alice.txt")).content
 
 
 def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
@@ -71,12 +66,6 @@ def test_news_rows_join_title_and_description(tmp_path: Path) -> None:
     text = load_text(path)
     assert text.content == 'A "title" First,\nand more.\nB Second.\n'
     assert "2 news items" in text.source
-
-
-def test_the_news_of_the_paper() -> None:
-    news = load_text(shared_data("ag_news", "test.csv"))
-    assert news.content.count("\n") == 7600
-    assert news.content.startswith("Fears for T N pension after talks Unions representing workers")
 
 
 def _write(content: bytes, name: str = "a.txt") -> Callable[[Path], Path]:
@@ -115,51 +104,22 @@ def test_no_name_is_an_argument_error(name: str) -> None:
         load_text(name)
 
 
-# ---------------------------------------------------------------- the usual loader, stood in for
-
-
-def _install(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: object) -> None:
-    module = ModuleType(name)
-    vars(module).update(attributes)
-    monkeypatch.setitem(sys.modules, name, module)
-
-
-def _raise(error: Exception) -> Callable[..., None]:
-    def call(*args: object, **kwargs: object) -> None:
-        raise error
-
-    return call
-
-
-def test_without_the_package_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        TextError, match=r"datasets, which is not installed\. Run `pip install datasets`.* or give the path"
-    ):
-        load_text("ag_news")
-
-
 def test_ag_news_comes_from_datasets_and_equals_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[tuple[str, str]] = []
-
-    def load_dataset(name: str, *, split: str) -> dict[str, list[str]]:
-        asked.append((name, split))
-        return {"text": ["A first", "B second"]}
-
-    _install(monkeypatch, "datasets", load_dataset=load_dataset, __version__="4.0")
     (tmp_path / "test.csv").write_text("1,A,first\n2,B,second\n")
+    datasets = Mock(__version__="4.0")
+    datasets.load_dataset.return_value = {"text": ["A first", "B second"]}
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
     assert load_text("ag_news").digest == load_text(tmp_path / "test.csv").digest
-    assert asked == [("fancyzhx/ag_news", "test")]
-
-
-def test_ag_news_without_network_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = ConnectionError("no route\nto host")
-    _install(monkeypatch, "datasets", load_dataset=_raise(error), __version__="4.0")
+    datasets.load_dataset.assert_called_once_with("fancyzhx/ag_news", split="test")
+    datasets.load_dataset.side_effect = ConnectionError("no route\nto host")
     with pytest.raises(TextError, match=r"could not load it \(no route to host\)\. Run .* or give the path"):
         load_text("ag_news")
-
-
-def test_the_names_are_the_documented_ones() -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(TextError, match=r"not installed\. Run `pip install datasets`.* or give the path"):
+        load_text("ag_news")
     assert TEXTS == ("alice", "ag_news")
+    news = load_text(shared_data("ag_news", "test.csv"))
+    assert news.content.count("\n") == 7600
+    assert news.content.startswith("Fears for T N pension after talks Unions representing workers")

@@ -30,7 +30,7 @@ from howsmooth.attention.custom_code_attention import StagedAttention
 from howsmooth.attention.theorem_preconditions import remedy_for_other_map, require_formula
 from howsmooth.bounds.attention_parameters import SiteLike
 from howsmooth.bounds.bound import check_length, check_radius
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import ArgumentError, NonFiniteError, check_whole
 from howsmooth.jacobian.closed_form import in_double
 from howsmooth.jacobian.token_pair_blocks import token_blocks
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
@@ -208,9 +208,10 @@ def ascend(
             got=type(f).__name__,
             remedy=remedy_for_other_map(f),
         )
-    _check_counts(
-        random_starts=random_starts, steps=steps, atom_restarts=atom_restarts, atom_steps=atom_steps
-    )
+    check_whole("random_starts", random_starts, least=0)
+    check_whole("steps", steps, least=0)
+    check_whole("atom_restarts", atom_restarts, least=0)
+    check_whole("atom_steps", atom_steps, least=0)
     if not isinstance(f, StagedAttention):
         require_formula(f, "these searches", argument="f")
     if objective not in ("constant", "token-wise"):
@@ -286,10 +287,7 @@ def ascend(
 
 
 class _Measured(NamedTuple):
-    """The local Lipschitz constants at a batch of inputs, with the singular vectors that attain them.
-
-    The constants are lower limits where they have not converged, and zero where float64 loses all digits.
-    """
+    """The constants at a batch of inputs: lower limits until they converge, zero where float64 fails."""
 
     value: Float[Tensor, " batch"]
     converged: Bool[Tensor, " batch"]
@@ -314,11 +312,7 @@ def _frobenius(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Me
 
 
 def _token_wise(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _Measured:
-    """Return, for each input of a batch, a lower bound on its local Lipschitz constant in the norm
-    max_i |x_i|, and a perturbation that attains this bound.
-
-    All bounds count as converged, because they are attained.
-    """
+    """Return an attained lower bound in the norm max_i |x_i| for each input, with its perturbation."""
     parts = []
     for member, seed in zip(x, seeds, strict=True):
         jacobian = sequence_jacobian(f, member)
@@ -342,10 +336,7 @@ def _token_wise(f: TokenMap, x: Tensor, rtol: float, seeds: Sequence[int]) -> _M
 
 
 def _whole_token_wise(f: TokenMap, x: Float[Tensor, "n d"], seed: int) -> TokenWise:
-    """Measure the local Lipschitz constant in the norm max_i |x_i| at the tokens that the ascent found.
-
-    All output tokens are examined, where the ascent looked at a few.
-    """
+    """Measure in the norm max_i |x_i| over all output tokens, of which the ascent looked at a few."""
     jacobian, n = sequence_jacobian(f, x), len(x)
     solver = Solver(1e-2, 0.999, 200, member_seeds(seed, n * n))
     blocks = token_blocks(in_double(f), x.double())
@@ -355,8 +346,6 @@ def _whole_token_wise(f: TokenMap, x: Float[Tensor, "n d"], seed: int) -> TokenW
 
 
 class _GradientAscent:
-    """Projected gradient ascent on a batch of inputs, where each input has its own step size and momentum."""
-
     def __init__(
         self,
         f: TokenMap,
@@ -377,9 +366,6 @@ class _GradientAscent:
         self.rows: list[list[object]] = []
 
     def run(self, steps: int) -> tuple[Tensor, str]:
-        """Run the gradient ascent, and return the best tokens and the name of the start from which they were
-        reached.
-        """
         domain = self.domain
         # Step 0 evaluates all starts; the best of them go on.
         first = self._evaluate(self.u, list(range(len(self.names))), 0)
@@ -443,12 +429,7 @@ class _GradientAscent:
         return self.measure(self.f, self.domain.tokens(u), self.rtol, seeds)
 
     def _gradient(self, u: Tensor, found: _Measured, rows: list[int]) -> Tensor:
-        """Return the gradient of the logarithm of the local Lipschitz constant with respect to the
-        coordinates of the tokens.
-
-        The tokens X have the coordinates ``u``. The constant at ``u[i]`` is entry
-        ``rows[i]`` of ``found``.
-        """
+        """Return the gradient of log ‖D f‖; the constant at ``u[i]`` is entry ``rows[i]`` of ``found``."""
         f = self.f
         x = self.domain.tokens(u)
         heads = f.heads if isinstance(f, SelfAttention) else 16
@@ -504,12 +485,7 @@ class _GradientAscent:
 
 
 def _gradient_of_pairing(f: TokenMap, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return the gradient of ⟨left, J right⟩ with respect to the tokens x, where J is the Jacobian at x.
-
-    The vectors ``left`` and ``right`` are held fixed. The inner product is summed over the batch. One
-    backward pass serves all sequences of the batch, because they do not depend on each other. The result has
-    the shape (batch, n, d).
-    """
+    """Return ∂⟨left, J right⟩/∂x with ``left`` and ``right`` held fixed. Sequences are independent."""
     with torch.enable_grad():
         point = x.detach().requires_grad_()
         tangent = torch.func.jvp(f, (point,), (right,))[1]
@@ -555,12 +531,6 @@ def _domain_and_length(f: TokenMap, length: object, radius: object, domain: obje
     return domain, n
 
 
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ArgumentError(name, expected="a whole number >= 0", got=repr(count))
-
-
 def _given_starts(
     f: TokenMap, n: int, domain: Domain, starts: Sequence[Tensor | Construction] | None
 ) -> list[tuple[str, Tensor]]:
@@ -603,9 +573,7 @@ def _default_starts(f: TokenMap, n: int, domain: Domain) -> list[tuple[str, Tens
 
 
 def _extends_to_more_tokens(f: TokenMap) -> bool:
-    """Return whether ``f`` is causal attention for every number of tokens, so that further tokens leave the
-    first outputs unchanged.
-    """
+    """Return whether ``f`` is causal for every n, so that more tokens leave the first outputs unchanged."""
     return isinstance(f, SelfAttention) and f.causal and f.mask is None and f.score_bias is None
 
 
@@ -641,12 +609,7 @@ def _basis(f: TokenMap, domain: Domain) -> Tensor | None:
 
 
 def _compressed(f: TokenMap, basis: Tensor | None) -> TokenMap:
-    """Rewrite an attention in coordinates with respect to a given basis, so that the search has fewer
-    variables.
-
-    The map is X ↦ f(X Bᵀ), where B is the basis from :func:`_basis`. Its Jacobian has the same norm as the
-    Jacobian of f at X Bᵀ. Without a basis, the result is f.
-    """
+    """Return X ↦ f(X Bᵀ), whose Jacobian has the same norm, or f itself without a basis B."""
     if basis is None:
         return f
     assert isinstance(f, SelfAttention)

@@ -94,16 +94,12 @@ class _Side:
         return cls(W[mine], b[mine], norm.weight[mine], zero, long)
 
     def directions(self) -> Float64[Tensor, "dim two"]:
-        """Return two orthogonal unit vectors in the space of queries or keys. The first is the direction in
-        which a query or key changes most when its token changes. In one dimension the second is zero.
-        """
+        """Return the direction in which it changes most with its token, and one orthogonal to it."""
         u: Tensor = torch.linalg.svd(self.gain[:, None] * self.W).U
         return torch.nn.functional.pad(u, (0, 1))[:, :2]
 
     def before(self, wanted: Float64[Tensor, "n dim"]) -> Float64[Tensor, "n dim"]:
-        """Return, for each row of ``wanted``, the product W x of the projection matrix W and a token x. The
-        token is such that its query or key has the largest possible component along the row.
-        """
+        """Return W x for a token x whose query or key reaches farthest along each row of ``wanted``."""
         y = self.gain * wanted
         images: Tensor = self.long * y / y.norm(dim=-1, keepdim=True).clamp_min(LEAST_DIVISOR) - self.b
         return images
@@ -158,12 +154,7 @@ def _zero_key(
 
 
 def _turned(f: SelfAttention, direction: Tensor, n: int, place: int) -> Float64[Tensor, "n dim"]:
-    """Return one vector for each position, such that all vectors point in the same direction after their
-    rotation by the rotary embedding.
-
-    This is the direction in which the vector ``direction`` points after its rotation at the position
-    ``place``.
-    """
+    """Return vectors that all point as ``direction`` at position ``place`` does, after their rotations."""
     same = direction.expand(1, n, -1)
     if f.rotary is None:
         return same[0]

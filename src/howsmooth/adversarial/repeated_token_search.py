@@ -45,9 +45,7 @@ class RepeatedTokens:
     counts: tuple[int, ...]
 
     def tokens(self) -> Float[Tensor, "n d"]:
-        """Return the sequence (n, d) in which every atom is repeated as often as its number of
-        copies says.
-        """
+        """Return the sequence (n, d) in which every atom is repeated by its number of copies."""
         return self.points.repeat_interleave(torch.tensor(self.counts), dim=0)
 
     @classmethod
@@ -91,9 +89,7 @@ class AtomSearch:
 
 
 def can_search_atoms(f: object, domain: Domain) -> bool:
-    """Return whether :func:`search_atoms` supports the map ``f`` (plain or causal softmax attention) and the
-    domain.
-    """
+    """Return whether :func:`search_atoms` supports ``f`` (plain or causal softmax attention) and a domain."""
     return (
         isinstance(f, SelfAttention)
         and f.rotary is None
@@ -262,10 +258,7 @@ def _increase_norm(
     rate: float,
     generator: torch.Generator,
 ) -> _Increased:
-    """Increase the norm of the Jacobian by steps of Adam on the atoms (distinct tokens).
-
-    Every step also takes one power step for the leading singular vectors u and v of the Jacobian.
-    """
+    """Take steps of Adam on the atoms, each with one power step for the singular vectors u and v."""
     batch, c, d = points.shape
 
     def noise(*shape: int) -> Tensor:
@@ -321,11 +314,7 @@ def _unit(t: Tensor) -> Tensor:
 def _random_atoms(
     f: SelfAttention, length: int, domain: Domain, restarts: int, generator: torch.Generator
 ) -> list[RepeatedTokens]:
-    """Return random starts of the search: few distinct tokens (atoms), each with a number of copies.
-
-    The numbers of copies come from :func:`_patterns`. There are ``restarts`` sets, or none if ``length`` is
-    too small for every pattern.
-    """
+    """Return ``restarts`` sets of random atoms and copies, none if ``length`` is too small for a pattern."""
     found = []
     for i in range(restarts):
         patterns = [p for p in _patterns(length, causal=f.causal) if all(count >= 1 for count in p)]
@@ -337,11 +326,7 @@ def _random_atoms(
 
 
 def _patterns(n: int, *, causal: bool) -> list[tuple[int, ...]]:
-    """List the numbers of copies that the distinct tokens (atoms) of a sequence of length n may have, as
-    tuples with sum n.
-
-    Atoms with few copies come first in each tuple.
-    """
+    """List numbers of copies with sum n that the atoms may have, atoms with few copies first."""
     # One to four heavy atoms, once each, and copies of one light atom.
     single = [(1, n - 1), (1, 1, n - 2), (1, 1, 1, n - 3), (1, 1, 1, 1, n - 4)]
     if causal:

@@ -31,9 +31,7 @@ class Domain(abc.ABC):
     @property
     @abc.abstractmethod
     def radius(self) -> float:
-        """The radius of the ball in which the coordinates must lie. Depending on the set, the ball restricts
-        each token or the whole sequence.
-        """
+        """The radius of the ball of coordinates, which restricts each token or the whole sequence."""
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -48,10 +46,7 @@ class Domain(abc.ABC):
         """Return random tokens from this set of inputs, in float64 on the CPU."""
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Return the variables u (..., n, d) of the gradient ascent that represent the tokens x (..., n, d).
-
-        In these coordinates the domain consists of balls, or their surfaces.
-        """
+        """Return the coordinates u (..., n, d) of tokens x, in which the set consists of balls."""
         return x
 
     def tokens(self, u: Tensor) -> Tensor:
@@ -63,10 +58,7 @@ class Domain(abc.ABC):
         return gradient
 
     def project(self, X: Tensor) -> Tensor:
-        """Project tokens X (..., n, d) onto this set of inputs.
-
-        The result is the nearest point of the set, where distance is measured in coordinates.
-        """
+        """Project tokens X (..., n, d) onto the point of this set that is nearest in coordinates."""
         return self.tokens(self.project_coordinates(self.coordinates(X)))
 
     def contains(self, X: Tensor, tol: float = 1e-9) -> bool:
@@ -160,28 +152,17 @@ class Ellipsoid(Domain):
         return f"outputs of {self.norm.describe()}"
 
     def coordinates(self, x: Tensor) -> Tensor:
-        """Return the points u of the unit ball that the gain and shift of the norm layer map to the tokens x.
-
-        The tokens are x = β + √d γ∘u with gain γ and shift β. Entries with γ = 0 get u = 0.
-        """
+        """Return u with x = β + √d γ∘u; entries with γ = 0 get u = 0."""
         # The inner where avoids a division by zero, whose NaN would survive in gradients.
         gain, shift = self._gain.to(x), self._shift.to(x)
         return torch.where(gain == 0, 0.0, (x - shift) / torch.where(gain == 0, 1.0, gain))
 
     def tokens(self, u: Tensor) -> Tensor:
-        """Apply the gain and shift of the norm layer to points u of the unit ball, and return the resulting
-        tokens.
-
-        The result is β + √d γ∘u with gain γ and shift β.
-        """
+        """Return the tokens β + √d γ∘u."""
         return self._shift.to(u) + self._gain.to(u) * u
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """Convert a gradient with respect to tokens into the gradient with respect to their coordinates.
-
-        The coordinates of a token are a point of the unit ball. The result is √d γ∘gradient; for LayerNorm,
-        its mean over each token is subtracted.
-        """
+        """Return √d γ∘gradient; for LayerNorm, less its mean over each token."""
         return self._centred(self._gain.to(gradient) * gradient)
 
     def project_coordinates(self, u: Tensor) -> Tensor:
@@ -199,10 +180,7 @@ class Ellipsoid(Domain):
         return on_surface
 
     def random(self, generator: torch.Generator, n: int, d: int) -> Float[Tensor, "n d"]:
-        """Return random outputs of the norm layer.
-
-        They are β + √d γ∘u with |u| = 1, gain γ and shift β.
-        """
+        """Return β + √d γ∘u for random u with |u| = 1."""
         u = self._centred(torch.randn(n, d, generator=generator, dtype=torch.float64))
         u = u / torch.linalg.vector_norm(u, dim=1, keepdim=True)
         return self.tokens(self.project_coordinates(u))
@@ -278,7 +256,6 @@ class Around(Domain):
 
 
 def _shrink(x: Tensor, radius: float) -> Tensor:
-    """Return x after scaling every vector (last axis) of norm above ``radius`` down to norm ``radius``."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     inside: Tensor = x * torch.where(length > radius, radius / length.clamp_min(LEAST_DIVISOR), 1.0)
     return inside

@@ -347,7 +347,7 @@ class Parameters:
 
     def one_head(self, needed_by: str) -> Head:
         """Return the head of a single-head attention, with its output map multiplied into its value matrix.
-        Raise an ArgumentError that names the statement ``needed_by`` if the attention has several heads.
+        If the attention has several heads, raise an ArgumentError that names the bound ``needed_by``.
         """
         if len(self.heads) != 1:
             raise ArgumentError(
@@ -367,7 +367,7 @@ class Parameters:
 
 @runtime_checkable
 class SiteLike(Protocol):
-    """What the bounds read from a captured layer of a model."""
+    """The attributes of a captured layer of a model from which bounds are computed."""
 
     @property
     def map(self) -> object:
@@ -383,7 +383,7 @@ class SiteLike(Protocol):
 
 
 def opened(source: object) -> tuple[object, Tensor | None, object]:
-    """Return the map, tokens and norm layer of a captured site. Other objects are returned with two None."""
+    """Return the map, tokens and norm layer of a captured layer. Return any other object with two None."""
     if isinstance(source, SiteLike) and not isinstance(source, TokenMap):
         return source.map, source.x, source.norm
     return source, None, None

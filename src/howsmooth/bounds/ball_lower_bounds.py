@@ -210,7 +210,6 @@ def quadratic_growth(p: Problem) -> Log:
 
 
 def _largest(parameters: Parameters, n: int, points: Iterable[HeavyTokens]) -> Log:
-    """Return the largest of the lower bounds that :func:`log_column_norm` gives at several sequences."""
     return Log(max((log_column_norm(parameters, n, t) for t in points), default=-math.inf))
 
 
@@ -219,12 +218,11 @@ def _folded(p: Problem) -> list[Head]:
 
 
 def _under(p: Problem, masking: Masking) -> Parameters:
-    """Return the parameters of the attention, but with ``masking`` in place of its own mask."""
     return replace(p.parameters, masking=masking, mask=None, window=None, causal=False)
 
 
 def _two_clusters(p: Problem, masking: Masking) -> Log:
-    """Return the larger lower bound at two-cluster inputs for the largest and least real eigenvalue of A."""
+    """Return the larger of the bounds for the largest and for the least real eigenvalue of A."""
     both = (two_cluster_points(p.head, p.radius, choice) for choice in ("max", "min"))
     return _largest(_under(p, masking), p.n, (points for points in both if points is not None))
 
@@ -242,7 +240,8 @@ def _two_heavy(p: Problem, masking: Masking) -> Log:
 
 
 def _log_two_heavy_formula(head: Head, n: int, points: HeavyTokens, *, causal: bool) -> float:
-    """Return the log of a lower bound on ‖D_X f‖ at two heavy tokens with equal scores, rounded down.
+    """Return the log of a lower bound on ‖D_X f‖, rounded down. Two tokens, called heavy, get equal and large
+    attention weights; all other tokens are copies of one light token.
 
     At huge radii rounding makes the scores of the two heavy tokens differ, so that the norm of their columns
     is smaller.
@@ -255,11 +254,7 @@ def _log_two_heavy_formula(head: Head, n: int, points: HeavyTokens, *, causal: b
 
 
 def _cesaro_norm(n: int) -> float:
-    """Return a tight lower bound on the spectral norm of the n × n Cesàro matrix.
-
-    This matrix maps a vector to the means of its first 1, 2, …, n entries. For large n the power method is
-    used: each ratio |Px|/|x| is a lower bound.
-    """
+    """Bound the norm of the Cesàro matrix of means of first entries from below, by ratios |Px|/|x|."""
     counts = torch.arange(1, n + 1, dtype=torch.float64)
     few = counts[:_MOST_DENSE_CESARO]
     norm = spectral_norm_below(torch.ones(len(few), len(few), dtype=torch.float64).tril() / few[:, None])
@@ -280,8 +275,8 @@ def _cesaro_norm(n: int) -> float:
 
 
 def log_column_norm(p: Parameters, n: int, points: HeavyTokens) -> float:
-    """Return the log of the norm of a part of D_X f: the derivatives of the outputs of light tokens with
-    respect to the heavy tokens, which get most of the attention.
+    """Return the log of the norm of a part of D_X f: the derivative of the outputs of light tokens with
+    respect to the heavy tokens. Heavy tokens get most of the attention.
 
     The norm of this part is a lower bound on ‖D_X f‖. With a causal mask the first row is included.
     """
@@ -321,8 +316,9 @@ def log_column_norm(p: Parameters, n: int, points: HeavyTokens) -> float:
 
 
 def _log_weights(heads: Sequence[Head], points: HeavyTokens, log_m: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logs of the attention weights of light tokens: on each heavy token (rows, H, c), and on all
-    light tokens together (rows, H). ``log_m`` (rows,) are the logs of how many light tokens they see.
+    """Return the logs of the attention weights that light tokens give to each heavy token (rows, H, c), and
+    to all light tokens together (rows, H). ``log_m`` (rows,) are the logs of the numbers of light tokens that
+    they see.
     """
     y = torch.stack([score_vectors(head, points.light) for head in heads])
     gaps = y @ (points.heavies - points.light).mT  # (H, c)
@@ -342,8 +338,8 @@ def _same_gram(table: Tensor) -> Tensor:
 
 
 def _rounding(heads: Sequence[Head], points: HeavyTokens, slope: float) -> float:
-    """Bound the error in the log of a lower bound from rounding the score differences of heavy and light
-    tokens. The derivative of the log with respect to these differences is at most ``slope``.
+    """Bound the error in the log of a lower bound that comes from rounded score differences of heavy and
+    light tokens. The derivative of the log with respect to these differences is at most ``slope``.
     """
     if slope <= 0:
         return 0.0
@@ -356,10 +352,7 @@ def _rounding(heads: Sequence[Head], points: HeavyTokens, slope: float) -> float
 
 
 def _log_norm(matrix: Tensor) -> float:
-    """Return the logarithm of the spectral norm of a matrix, rounded down; −inf if it is zero or not finite.
-
-    The rounding of the entries is that of a formula, for which statements make an allowance.
-    """
+    """Return the log of the spectral norm, rounded down; −inf if it is zero or not finite."""
     return log_spectral_norm(matrix, upper=False) if bool(matrix.isfinite().all()) else -math.inf
 
 

@@ -210,7 +210,7 @@ def for_all_lengths(p: Problem, masking: Masking) -> Log:
 
 def row_square(keys: int | Tensor, a3: Tensor) -> Log:
     """Bound the squared norm of a block row of the Jacobian from above, if V = I and the query is held fixed.
-    The bound is differentiable in a₃.
+    Scores are at most ``a3`` in absolute value.
 
     The query sees ``keys`` tokens. The bound is min{h*(a₃), (1 + a₃²) P̄}, and 1 for a row that sees one.
     """

@@ -100,9 +100,7 @@ def _vector(bias: Tensor | None, weight: Tensor) -> Tensor:
 
 
 class _Rotations(NamedTuple):
-    """Rotations T_i by angles that grow linearly with the position i, and a bound on their distance from the
-    tables of a rotary embedding.
-    """
+    """Rotations by angles linear in the position, and their distance from the tables of an embedding."""
 
     #: For each pair of entries the angle from one position to the next, and the factor of its length.
     angles: Float[Tensor, " half"]

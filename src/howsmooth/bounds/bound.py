@@ -9,10 +9,10 @@ from enum import StrEnum
 from typing import Literal
 
 from howsmooth.bounds.log_numbers import Log
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, check_number
 from howsmooth.rounding import limit_in_digits, log_above
 
-__all__ = ["Bound", "Hypothesis", "Quantity", "check_length", "check_number", "check_radius", "exp"]
+__all__ = ["Bound", "Hypothesis", "Quantity", "check_length", "check_radius", "exp"]
 
 Side = Literal["upper", "lower"]
 
@@ -150,25 +150,11 @@ def exp(log: float) -> float:
         return math.inf
 
 
-def check_number(
-    name: str, value: object, expected: str = "a finite number", remedy: str = "", *, positive: bool = False
-) -> float:
-    """Return an argument as a float after checking that it is a finite number, > 0 if ``positive``."""
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if isinstance(value, bool | str) or not math.isfinite(number) or (positive and number <= 0):
-        raise ArgumentError(name, expected=expected, got=repr(value), remedy=remedy)
-    return number
-
-
 def check_radius(radius: object) -> float:
     """Return ``radius`` as a float after checking that it is a finite number > 0."""
     remedy = "If a norm layer precedes the attention, norm_radius(norm) computes it."
-    return check_number(
-        "radius", radius, "a finite number > 0, the largest norm of a token", remedy, positive=True
-    )
+    expected = "a finite number > 0, the largest norm of a token"
+    return check_number("radius", radius, expected, remedy=remedy)
 
 
 def check_length(length: object, *, least: int = 1, name: str = "length") -> int:

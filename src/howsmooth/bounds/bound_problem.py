@@ -1,5 +1,5 @@
-"""The class ``Problem``, an attention with the tokens or the ball for which bounds are asked, and functions
-that make a problem from the arguments of a bound.
+"""The class ``Problem``: an attention, and the tokens or the ball for which bounds on its Lipschitz constant
+are asked.
 """
 
 from __future__ import annotations
@@ -262,7 +262,6 @@ def check_side(side: object) -> Side:
 
 
 def _tokens(X: object, attention: Head | Parameters | SelfAttention) -> Float[Tensor, "n d"]:
-    """Convert the argument X, which may be a batch of one, to the tokens (n, d) of one sequence."""
     d = attention.heads[0].d if isinstance(attention, Parameters) else attention.d
     remedy = "Give one sequence of tokens of the attention's dimension."
     if isinstance(X, Tensor) and X.ndim == 3:

@@ -106,7 +106,7 @@ class Statement(Generic[T]):
     searched: bool = False
 
     def quantity_of(self, problem: T) -> Quantity:
-        """Return the kind of Lipschitz constant that this statement bounds for a problem."""
+        """Return the kind of Lipschitz constant that this entry of the catalogue bounds for a problem."""
         return self.quantity if isinstance(self.quantity, Quantity) else self.quantity(problem)
 
     def at(self, problem: T, side: Side | None = None) -> Bound:
@@ -206,7 +206,6 @@ def _quantity_in_words(made: Statement[Any]) -> Quantity:
 
 
 def _documented(made: Statement[T], formula: Callable[[T], Value], prepare: Callable[P, T]) -> str:
-    """Return the docstring of a statement: the text of its formula, and sections that all of them share."""
     doc = inspect.cleandoc(prepare.__doc__ or "") + "\n"
     own = dict(re.findall(r"^(\w+)\n((?:    .*\n?)+)", doc, re.MULTILINE))
     heads = "One head" if made.heads == "one" else "Any number of heads"

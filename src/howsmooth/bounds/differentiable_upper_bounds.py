@@ -34,7 +34,7 @@ from howsmooth.rounding import LEAST_DIVISOR, gamma, product_norms_above, up
 from howsmooth.rounding import spectral_norms_above as norms
 
 __all__ = [
-    "HeadMatrices", "Products", "l2_layer", "lipschitz_norm_layer", "query_key_norm_layer",
+    "HeadMatrices", "Products", "l2_layer", "lipschitz_norm_layer", "query_key_norm_layer", "root",
     "scaled_cosine_layer", "sigmoid_layer", "sinkhorn_layer", "softmax_layer",
 ]  # fmt: skip
 
@@ -77,7 +77,7 @@ class Products(NamedTuple):
         return found
 
     def stacked(self, factors: Tensor) -> Tensor:
-        """Multiply each product by its factor, and bound the spectral norm of the results, stacked."""
+        """Multiply each product by its factor, and bound the spectral norm of the stack of all results."""
         whole = norms((factors[:, None, None] * self.value).flatten(0, 1))
         found: Tensor = whole + torch.linalg.vector_norm(factors.detach() * self.error)
         return found
@@ -149,7 +149,7 @@ class HeadMatrices:
         """Return M(c), an upper bound on ‖Σ_h O_h F_h‖ for all matrices F_h with ‖F_h‖ <= c_h: the root of
         the smaller of the two :meth:`squares`.
         """
-        return _root(torch.minimum(*self.squares(c)))
+        return root(torch.minimum(*self.squares(c)))
 
 
 # ---- softmax attention
@@ -167,7 +167,9 @@ def softmax_layer(layer: HeadMatrices, rows: VisibleRows, radius: float, *, scal
 def query_key_norm_layer(
     layer: HeadMatrices, rows: VisibleRows, radius: float, *, temperature: Tensor, eps: float
 ) -> Tensor:
-    """Bound attention with the scores τ⟨q̂, k̂⟩ of normalised queries and keys, where û = u/√(|u|² + ε)."""
+    """Bound the Lipschitz constant of multi-head attention with the scores τ⟨q̂, k̂⟩ of normalised queries
+    and keys, where û = u/√(|u|² + ε).
+    """
     tau, size_q, size_k = temperature.abs(), layer.sizes["query"], layer.sizes["key"]
     reach_q, reach_k = (layer.longest(part, radius, eps) for part in ("query", "key"))
     p = _weights(rows, (tau * reach_q * reach_k)[:, None])
@@ -176,8 +178,9 @@ def query_key_norm_layer(
 
 
 def _of_rows(layer: HeadMatrices, rows: VisibleRows, moved: Tensor, rho: Tensor) -> Tensor:
-    """Bound a layer from two bounds on each head: s = ``moved`` (heads,) on one part of its Jacobian, and ρ =
-    ``rho`` (heads, rows) on the squared norms of the block rows of the rest.
+    """Bound the Lipschitz constant of a layer from two bounds on the Jacobian of each head. The Jacobian is a
+    sum of two parts: ``moved`` (heads,) bounds the norm of the first, and ``rho`` (heads, rows) the squared
+    norms of the block rows of the second.
 
     The bound is the smaller of M(s + √(max_j Σ ρ_i)) and M(s) + √(max_j Σ (‖O‖²/m_i + M(√(ρ_i − 1/m_i))²)).
     The sums go over the rows i that see j, and M is :meth:`HeadMatrices.together`. The second splits each
@@ -189,7 +192,7 @@ def _of_rows(layer: HeadMatrices, rows: VisibleRows, moved: Tensor, rho: Tensor)
     if rows.kind in ("any", "additive"):
         return bound
     m, total = rows.counts, product_norms_above(layer.output, layer.value.flatten(0, 1))
-    squares = layer.squares(_root(rho - 1 / m))
+    squares = layer.squares(root(rho - 1 / m))
     around_mean = torch.minimum(*(rows.heaviest(total.square() / m + square) for square in squares))
     return torch.minimum(bound, layer.together(moved) + around_mean.sqrt())
 
@@ -198,7 +201,9 @@ def _of_rows(layer: HeadMatrices, rows: VisibleRows, moved: Tensor, rho: Tensor)
 
 
 def l2_layer(layer: HeadMatrices, rows: VisibleRows, radius: float) -> Tensor:
-    """Bound multi-head L2 attention with queries and keys Q_h x, and with values V_h Q_hᵀ Q_h x/√k."""
+    """Bound the Lipschitz constant of multi-head L2 attention with queries and keys Q_h x, and with values
+    V_h Q_hᵀ Q_h x/√k.
+    """
     root, sizes = math.sqrt(layer.query.shape[1]), layer.sizes["query"]
     folded = Products.of(layer.value, layer.query.mT, 1 / root)
     cores = _l2_cores(sizes / math.sqrt(root), rows, radius)
@@ -210,8 +215,8 @@ def l2_layer(layer: HeadMatrices, rows: VisibleRows, radius: float) -> Tensor:
 
 
 def _l2_cores(sizes: Tensor, rows: VisibleRows, radius: float) -> Tensor:
-    """Bound the map from queries q_i = Q_h x_i to Σ_j P_ij q_j for each L2 head. ``sizes`` =
-    ‖Q_h‖/k^(1/4).
+    """Bound the Lipschitz constant of the map from queries q_i = Q_h x_i to Σ_j P_ij q_j for each head of L2
+    attention. ``sizes`` are ‖Q_h‖/k^(1/4).
     """
     phi = rows.phi
     if not math.isfinite(radius):
@@ -229,7 +234,9 @@ def _l2_cores(sizes: Tensor, rows: VisibleRows, radius: float) -> Tensor:
 def scaled_cosine_layer(
     layer: HeadMatrices, rows: VisibleRows, radius: float, *, temperature: float, gain: float, eps: float
 ) -> Tensor:
-    """Bound multi-head scaled cosine attention, ν softmax(τ qkᵀ) v of vectors normalised to u/√(|u|² + ε)."""
+    """Bound the Lipschitz constant of multi-head scaled cosine attention, ν softmax(τ qkᵀ) v of vectors
+    normalised to u/√(|u|² + ε).
+    """
     tau, parts = abs(temperature), ("query", "key", "value")
     of_query, of_key, of_value = (norms(getattr(layer, part).flatten(0, 1)) for part in parts)
     rho_q, rho_k, rho_v = (layer.longest(part, radius, eps).max() for part in parts)
@@ -244,7 +251,9 @@ def scaled_cosine_layer(
 
 
 def sinkhorn_layer(layer: HeadMatrices, radius: float, *, scale: float) -> Tensor:
-    """Bound converged multi-head Sinkhorn attention on a ball, for every length and for any biases."""
+    """Bound the Lipschitz constant of converged multi-head Sinkhorn attention on a ball, for every length and
+    for any biases.
+    """
     a, o = Products.of(layer.key.mT, layer.query, scale), Products.of(layer.blocks, layer.value)
     values, ones = layer.sizes["value"], torch.ones(len(layer.value), dtype=torch.float64)
     linear = torch.minimum(layer.whole * norms(layer.value.flatten(0, 1)), layer.together(ones))
@@ -254,7 +263,9 @@ def sinkhorn_layer(layer: HeadMatrices, radius: float, *, scale: float) -> Tenso
 
 
 def lipschitz_norm_layer(layer: HeadMatrices, rows: VisibleRows) -> Tensor:
-    """Bound multi-head LipschitzNorm attention on the whole space. Each head normalises its own scores."""
+    """Bound the Lipschitz constant of multi-head LipschitzNorm attention on the whole space. Each head
+    normalises its own scores.
+    """
     q, k, v = (part.flatten(0, 1) for part in (layer.query, layer.key, layer.value))
     kappa = rows.heaviest(_weights(rows, torch.ones((), dtype=torch.float64))).sqrt()
     if not rows.several:
@@ -266,7 +277,9 @@ def lipschitz_norm_layer(layer: HeadMatrices, rows: VisibleRows) -> Tensor:
 def sigmoid_layer(
     layer: HeadMatrices, rows: VisibleRows, radius: float, *, scale: float, shift: float
 ) -> Tensor:
-    """Bound multi-head sigmoid attention with weights σ(s⟨q_i, k_j⟩ + b); s is ``scale``, b is ``shift``."""
+    """Bound the Lipschitz constant of multi-head sigmoid attention with weights σ(s⟨q_i, k_j⟩ + b), where s
+    is ``scale`` and b is ``shift``.
+    """
     zero = layer.query.new_zeros(layer.query.shape[:2])
     b_q, b_k = (zero if b is None else b for b in (layer.query_bias, layer.key_bias))
     a = Products.of(layer.key.mT, layer.query, scale)
@@ -310,7 +323,8 @@ def _spread(rows: VisibleRows, p: Tensor) -> Tensor:
     return rows.heaviest(torch.where(rows.counts > 1, p.clamp(max=0.5), 0.0))
 
 
-def _root(square: Tensor) -> Tensor:
+def root(square: Tensor) -> Tensor:
     """Return the square root of each entry, or 0 with derivative 0 where the entry is at most zero."""
+    # The inner where keeps sqrt away from 0, where its infinite derivative would give NaN gradients.
     positive = ~(square <= 0)  # also true for NaN, which an overflow leaves
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)

@@ -151,7 +151,7 @@ def _checked(attention: object, X: object) -> tuple[SelfAttention, Float64[Tenso
 
 
 def _sizes(name: str, size: object, like: Float64[Tensor, "kv_heads n dim"]) -> Tensor | None:
-    """Return an argument as limits on norms (kv_heads, n) or on entries (kv_heads, n, dim) of errors."""
+    """Convert to limits on the norms (kv_heads, n) or on the entries (kv_heads, n, dim) of errors."""
     if size is None:
         return None
     heads, n, dim = like.shape
@@ -170,10 +170,7 @@ def _sizes(name: str, size: object, like: Float64[Tensor, "kv_heads n dim"]) -> 
 
 
 class _Head:
-    """One attention head at given tokens, with bounds on the effect of key and value errors on its output.
-
-    A sink is one more key, which all queries see, with the value zero and without errors.
-    """
+    """One head at given tokens. A sink is one more visible key, with the value zero and without errors."""
 
     def __init__(
         self,
@@ -200,7 +197,6 @@ class _Head:
         self.values = known_to(v) @ known_to(shrink(self.output)).mT
 
     def changes(self) -> Float64[Tensor, " n"]:
-        """Bound how much key and value errors change the output of this head, for each token."""
         n = len(self.q)
         return torch.cat([self._changes(rows) for rows in row_blocks(n, n * self.values.shape[1])])
 
@@ -223,7 +219,6 @@ class _Head:
         return found if self.value_errors is None else found + self._by_values(high[:, : len(self.q)])
 
     def _weights(self, rows: slice, raw: Tensor) -> tuple[Float64[Tensor, "rows keys"], Tensor]:
-        """Return the attention weights, with bounds on their errors, and the keys that each query sees."""
         scores, visible, cap = raw, self.visible[rows], self.f.softcap
         if cap is not None:
             scores = torch.tanh(scores / cap) * cap
@@ -235,7 +230,6 @@ class _Head:
         return torch.softmax(scores.masked_fill(~visible, -torch.inf), 1), visible
 
     def _score_changes(self, rows: slice, raw: Tensor) -> Float64[Tensor, "rows keys"]:
-        """Bound the effect of key errors on each attention score, after the soft cap."""
         q, errors, cap = self.q[rows], self.key_errors, self.f.softcap
         assert errors is not None
         tau = torch.linalg.vector_norm(q, dim=1)[:, None] * _norms(errors)
@@ -272,7 +266,6 @@ class _Head:
         return found * STEP
 
     def _by_values(self, weights: Float64[Tensor, "rows n"]) -> Float64[Tensor, " rows"]:
-        """Bound the effect of value errors on the output of this head, given upper bounds on the weights."""
         errors = self.value_errors
         assert errors is not None
         found = self.norm * (weights @ _norms(errors))
@@ -295,8 +288,8 @@ def _largest_ratio(
     tau: Float64[Tensor, "rows keys"],
     lowest: Float64[Tensor, " rows"],
 ) -> Float64[Tensor, " rows"]:
-    """Bound the change of each attention output if each score changes by at most the entry of ``tau`` for its
-    query and key.
+    """Bound the change of each attention output if no attention score changes by more than its entry in
+    ``tau``.
 
     For each row the bound is max Σ_j P_j |e_j − 1| r_j / Σ_j P_j e_j over e^{−τ_j} ≤ e_j ≤ e^{τ_j}, with
     attention weights P_j and distances r_j. The maximum λ solves max_e Σ_j P_j (|e_j − 1| r_j − λ e_j) = 0,

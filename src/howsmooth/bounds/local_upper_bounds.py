@@ -23,7 +23,7 @@ __all__ = ["diameter_upper_bound", "theorem_c_3", "yudin_theorem_3"]
 
 
 def _norms_are_of_heads(p: Problem) -> bool:
-    """Return whether all norms of queries and keys act on each head alone, as the certificates assume."""
+    """Return whether norm layers of queries and keys act on each head separately, as certificates assume."""
     f = p.attention
     norms = (f.query_norm, f.key_norm) if isinstance(f, SelfAttention) else ()
     return all(norm is None or norm.d == f.key_dim for norm in norms)  # type: ignore[union-attr]

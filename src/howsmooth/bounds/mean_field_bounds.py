@@ -50,7 +50,7 @@ _NEEDS_OF_PAPER = (VALUES_ARE_TOKENS, *_NEEDS)
 
 @dataclass(frozen=True, eq=False)
 class TwoAtoms(Problem):
-    """The problem of :func:`two_dirac`, in which the caller chooses the masses and positions of two atoms."""
+    """A problem for :func:`two_dirac`, with the caller's choice of the masses and positions of two atoms."""
 
     weight: float | None = None
     choice: str = "paper"
@@ -188,9 +188,7 @@ class _Case:
 
 
 def _log_two_dirac(case: _Case, log_a: np.ndarray) -> float:
-    """Return the log of the lower bound of :func:`two_dirac` without the factor |Vu|. ``log_a`` are the logs
-    of the masses of the two atoms.
-    """
+    """Return the log of :func:`two_dirac` over |Vu|; ``log_a`` are the logs of the atoms' masses."""
     s, gap = np.array([1.0, case.ratio]), 1 - case.ratio
     # Log odds of the second against the first atom in each row of P.
     odds = (log_a[1] + case.curvature * s * s[1]) - (log_a[0] + case.curvature * s * s[0])

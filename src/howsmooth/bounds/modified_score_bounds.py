@@ -1,5 +1,5 @@
-"""An upper bound on a ball for softmax attention whose scores have rotary positions, norms, biases, caps or
-sinks.
+"""An upper bound on the Lipschitz constant on a ball, for softmax attention with rotary positions, normalised
+queries or keys, score biases, caps or sinks.
 
 The norms are those of queries and keys, the biases are added to the scores, and every mask is allowed. Proof:
 documentation page "Bounds for the scores of today's models".
@@ -106,7 +106,6 @@ def _seen(f: SelfAttention, n: int) -> Visibility:
 
 
 def _group(f: SelfAttention, h: int) -> int:
-    """Return the index of the key and value head that query head ``h`` uses."""
     return h // (f.heads // f.kv_heads)
 
 
@@ -144,7 +143,6 @@ class _Sizes:
 
     @property
     def smooth(self) -> bool:
-        """Whether the gradients of the scores are bounded."""
         return bool(maximum(self.own, self.other).log < math.inf)
 
 
@@ -154,9 +152,7 @@ def _sizes_of_heads(p: Problem) -> list[_Sizes]:
 
 
 def _is_relative(f: SelfAttention) -> bool:
-    """Return whether attention is unchanged if the same number is added to all scores of a query. A soft cap
-    or a sink prevents this.
-    """
+    """Whether one number added to all scores of a query changes nothing: no soft cap, no sink."""
     return f.softcap is None and f.sinks is None
 
 
@@ -165,9 +161,7 @@ _ScoreSizes = tuple[Log, Log, Log, Log]
 
 
 def _of_bilinear_scores(f: SelfAttention, h: int, n: int, R: Log) -> list[_ScoreSizes]:
-    """Bound the scores of a head without norms of queries and keys. Return an empty list for rotary positions
-    of too many tokens.
-    """
+    """Return no bound for rotary positions of too many tokens."""
     group = _group(f, h)
     biases = (None if b is None else b[i] for b, i in ((f.query_bias, h), (f.key_bias, group)))
     # The norms are linear in each of these four, which are divided by their largest entries.
@@ -238,7 +232,6 @@ def _projected(
 
 
 def _of_head(f: SelfAttention, h: int, n: int, sizes: _Sizes) -> Log:
-    """Bound the Lipschitz constant of one head X ↦ softmax(scores) V X, without its output map."""
     value, reach, shift, other = sizes.value, sizes.reach, sizes.shift, sizes.other
     ball = maximum(reach, shift)
     if bool(torch.isneginf(maximum(value, shift).log)):
@@ -292,9 +285,7 @@ def _largest_share(limit: Log, power: float, a: Log, b: Log) -> Log:
 
 
 def _turn(f: SelfAttention, n: int) -> float:
-    """Return the largest factor by which rotary position embedding increases the norm of a query or key, for
-    n tokens.
-    """
+    """Return the largest factor by which the rotations of n tokens lengthen a query or key."""
     assert f.rotary is not None
     half = f.rotary.rot_dim // 2
     cos, sin = f.rotary.cos[:n], f.rotary.sin[:n]

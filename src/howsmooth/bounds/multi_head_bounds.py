@@ -128,7 +128,6 @@ def gram_norms(
 
 
 def _heads(p: Problem) -> list[Log]:
-    """Return an upper bound L_h on each head h without its output map."""
     found = []
     for head in p.parameters.heads:
         identity = torch.eye(head.V.shape[0], dtype=torch.float64)

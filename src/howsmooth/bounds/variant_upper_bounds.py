@@ -18,10 +18,11 @@ from torch import Tensor
 
 from howsmooth.bounds.attention_parameters import as_matrix, norm
 from howsmooth.bounds.ball_upper_bounds import largest_weight
-from howsmooth.bounds.bound import Quantity, check_length, check_number
+from howsmooth.bounds.bound import Quantity, check_length
 from howsmooth.bounds.bound_problem import Problem, for_every_length
 from howsmooth.bounds.catalogue import OURS, statement
 from howsmooth.bounds.log_numbers import Log, maximum, minimum
+from howsmooth.errors import check_number
 
 __all__ = [
     "BY_KEY", "cosine_everywhere", "l2_attention", "l2_attention_upper_bound", "l2_everywhere",
@@ -100,8 +101,8 @@ def l2_attention_upper_bound(p: L2) -> Log:
 
 
 def l2_everywhere(rows: N, phi: N) -> N:
-    """Bound an L2 head with Q = V Qᵀ/√k = I. ``rows`` is max_j Σ_{i sees j} (1 + 2Φ_i)², ``phi`` max_i
-    Φ_i.
+    """Bound the Lipschitz constant of an L2 head with Q = V Qᵀ/√k = I. Each query i has a number Φ_i, which
+    depends on how many keys it sees; ``rows`` is max_j Σ_{i sees j} (1 + 2Φ_i)², and ``phi`` is max_i Φ_i.
     """
     return rows**0.5 + 2 * phi
 
@@ -155,9 +156,16 @@ def of_cosine(
     k = as_matrix("key", key, tuple(q.shape))
     v = as_matrix("value", value, ("value_dim", q.shape[1]))
     remedy = "With eps = 0 the normalisation is not Lipschitz at zero."
-    root = Log.of(check_number("eps", eps, "a finite number > 0", remedy, positive=True)) ** 0.5
-    tau = abs(check_number("temperature", temperature))
-    return Cosine(tau * norm(q), tau * norm(k), norm(v), n, tau, abs(check_number("gain", gain)) / root)
+    root = Log.of(check_number("eps", eps, remedy=remedy)) ** 0.5
+    tau = abs(check_number("temperature", temperature, "a finite number", math.isfinite))
+    return Cosine(
+        tau * norm(q),
+        tau * norm(k),
+        norm(v),
+        n,
+        tau,
+        abs(check_number("gain", gain, "a finite number", math.isfinite)) / root,
+    )
 
 
 @_everywhere(of_cosine, source="Qi et al., LipsFormer, ICLR 2023")
@@ -189,9 +197,11 @@ def scaled_cosine_upper_bound(p: Cosine) -> Log:
 
 
 def cosine_everywhere(squares: N, spread: N, value: N, query: N, key: N) -> N:
-    """Bound scaled cosine attention with ε = ν = 1. ``squares`` is max_j Σ_{i sees j} p_i, ``spread`` the
-    same sum of min(½, p_i), ``value`` ‖W_V‖; ``query`` and ``key`` are τ‖W_Q‖ and τ‖W_K‖ times the sizes of
-    their factors.
+    """Bound the Lipschitz constant of scaled cosine attention with ε = ν = 1.
+
+    With the largest attention weight p_i of query i, ``squares`` is max_j Σ_{i sees j} p_i, and ``spread``
+    the same sum of min(½, p_i). ``value`` is ‖W_V‖; ``query`` and ``key`` are τ‖W_Q‖ and τ‖W_K‖ times the
+    sizes of their factors.
     """
     return squares**0.5 * value + query + spread**0.5 * key
 
@@ -261,7 +271,9 @@ def lipschitz_norm_upper_bound(counts: tuple[int, int]) -> Log:
 
 
 def lipschitz_norm_jointly(kappa: Log) -> Log:
-    """Bound LipschitzNorm attention as a map of Q, K and V together, given a bound κ on ‖P‖."""
+    """Bound the Lipschitz constant of LipschitzNorm attention as a map of Q, K and V together, given a bound
+    κ on the norm ‖P‖ of the attention weights.
+    """
     return maximum((kappa + 1) ** 2 + 4.5, kappa**2 + (4 + BY_KEY**2)) ** 0.5
 
 
@@ -277,7 +289,7 @@ def of_softmax(inverse_temperature: object) -> float:
         The factor λ; its absolute value is used.
 
     """
-    return abs(check_number("inverse_temperature", inverse_temperature))
+    return abs(check_number("inverse_temperature", inverse_temperature, "a finite number", math.isfinite))
 
 
 @_everywhere(of_softmax, source="Nair, Softmax is 1/2-Lipschitz, 2025")

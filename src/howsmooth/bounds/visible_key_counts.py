@@ -50,7 +50,9 @@ class VisibleRows:
         return bool((self.counts > 1).any())
 
     def heaviest(self, rows: Tensor) -> Tensor:
-        """Return max_j Σ_i r_i over the queries i that see key j. ``rows`` (..., kinds) are r_i >= 0."""
+        """Return the largest sum of numbers r_i >= 0 over the queries i that see the same key. ``rows`` (...,
+        kinds) has one r_i for all queries that see equally many keys.
+        """
         if self.kind == "causal":  # every row sees the first token
             return rows.sum(dim=-1)
         if self.seen is None:

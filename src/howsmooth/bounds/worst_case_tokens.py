@@ -41,16 +41,14 @@ class HeavyTokens:
 
 
 def score_vectors(head: Head, x: Float64[Tensor, "*n d"]) -> Float64[Tensor, "*n d"]:
-    """Return for each token x_i the vector A x_i + b, whose inner products with the tokens are the scores of
-    x_i.
-    """
+    """Return the vector A x_i + b of each token x_i. Its inner products with the tokens are the scores."""
     y: Tensor = (x @ head.right.mT) @ head.left.mT + head.b
     return y
 
 
 def light_rows(n: int, heavies: int, *, causal: bool, grouped: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the logs of two numbers for each kind of light token: how many light tokens it sees, and how
-    many light tokens are of this kind.
+    """Return the logs of two numbers for each kind of light token, which gets little attention: how many
+    light tokens it sees, and how many light tokens are of this kind.
 
     Without a mask all see all of them, with a causal one 1, 2, … of them. Many rows of nearly equal numbers
     may be ``grouped``.
@@ -228,11 +226,7 @@ def _gap(head: Head, w: Tensor, radius: float) -> Tensor:
 
 
 def _starts(head: Head, count: int = 3) -> Tensor:
-    """Return the directions from which the search for the worst light token starts.
-
-    They are unit vectors. Among them are directions where |Aw| is large or ⟨Aw, w⟩ is small, and eigenvectors
-    of A.
-    """
+    """Return unit directions: where |Aw| is large or ⟨Aw, w⟩ small, and eigenvectors of A."""
     # A = left @ right has low rank. Its right singular vectors and the eigenvectors of A + Aᵀ come from small
     # matrices, in orthonormal bases of the spans of the factors.
     q_right, r_right = torch.linalg.qr(head.right.mT)

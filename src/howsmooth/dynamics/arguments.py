@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from howsmooth.dynamics.integrate import ADAPTIVE, FIXED, Integration
-from howsmooth.dynamics.velocity_fields import Field, Layers, Sphere, positive
-from howsmooth.errors import ArgumentError
+from howsmooth.dynamics.velocity_fields import Field, Layers, Sphere
+from howsmooth.errors import ArgumentError, check_number, check_whole
 
 __all__ = ["check_plan", "check_times"]
 
@@ -59,13 +59,10 @@ def check_plan(
     atol: object,
     max_steps: object,
 ) -> Integration:
-    """Check the integration method of a flow and its step or tolerances, and return them as a
-    :class:`Plan`.
-    """
+    """Check the integration method of a flow and its step or tolerances. Return them as a :class:`Plan`."""
     if not isinstance(method, str) or method not in ADAPTIVE + FIXED:
         raise ArgumentError("method", expected=f"one of {', '.join(ADAPTIVE + FIXED)}", got=repr(method))
-    if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
-        raise ArgumentError("max_steps", expected="an integer >= 1", got=repr(max_steps))
+    most = check_whole("max_steps", max_steps)
     relative, absolute, smallest = _TOLERANCES[dtype]
     gap = min(after - before for before, after in pairwise(moments))
     if method in ADAPTIVE:
@@ -76,15 +73,15 @@ def check_plan(
                 got=repr(step),
                 remedy=f"Give rtol and atol, or a method with a step: {', '.join(FIXED)}.",
             )
-        relative = relative if rtol is None else positive("rtol", rtol)
-        absolute = absolute if atol is None else positive("atol", atol)
+        relative = relative if rtol is None else check_number("rtol", rtol)
+        absolute = absolute if atol is None else check_number("atol", atol)
         if not smallest <= relative < 1:
             raise ArgumentError(
                 "rtol",
                 expected=f"a number from {smallest:g}, below which rounding in {dtype} dominates, to 1",
                 got=f"{relative:g}",
             )
-        return Integration(method, None, relative, absolute, max_steps)
+        return Integration(method, None, relative, absolute, most)
     for name, given in (("rtol", rtol), ("atol", atol)):
         if given is not None:
             raise ArgumentError(
@@ -94,7 +91,7 @@ def check_plan(
     # Residual layers of Layers take one step each, counted from time 0. All other steps have the given size
     # and are counted from the first time.
     if method == "residual" and isinstance(layers, Layers):
-        if step is not None and not _whole(positive("step", step), layers.duration, once=True):
+        if step is not None and not _whole(check_number("step", step), layers.duration, once=True):
             raise ArgumentError(
                 "step", expected=f"None, or {layers.duration:g} for one step per layer", got=repr(step)
             )
@@ -102,7 +99,7 @@ def check_plan(
     else:
         if step is None:
             raise ArgumentError("step", expected=f"a number > 0 for {method}", got="None")
-        size, origin = positive("step", step), moments[0]
+        size, origin = check_number("step", step), moments[0]
     # A step must not jump over an output time.
     if size > gap * (1 + _SAME):
         raise ArgumentError(
@@ -119,21 +116,18 @@ def check_plan(
                     expected=f"whole multiples of {size:g} after {origin:g}, where residual layers end",
                     got=f"{time:g}",
                 )
-    plan = Integration(method, size, relative, absolute, max_steps)
+    plan = Integration(method, size, relative, absolute, most)
     longest = max(plan.steps(after - before) for before, after in pairwise(moments))
-    if longest > max_steps:
+    if longest > most:
         raise ArgumentError(
             "step",
-            expected=f"at most max_steps = {max_steps} steps between two times",
+            expected=f"at most max_steps = {most} steps between two times",
             got=f"{longest} steps of {size:g}",
         )
     return plan
 
 
 def _whole(length: float, unit: float, *, once: bool = False) -> bool:
-    """Return True if ``length`` is a whole multiple of ``unit``, up to rounding.
-
-    With ``once``, only ``unit`` itself counts.
-    """
+    """Return True if ``length`` is a multiple of ``unit`` (with ``once``, is ``unit``), up to rounding."""
     count = 1 if once else round(length / unit)
     return abs(length - count * unit) <= _SAME * max(unit, abs(length))

@@ -12,8 +12,7 @@ from howsmooth.attention import SelfAttention
 from howsmooth.bounds import Head, mean_field_upper_bound
 from howsmooth.bounds.attention_parameters import Parameters, parameters_of
 from howsmooth.bounds.bound import exp
-from howsmooth.dynamics.velocity_fields import positive
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, check_number, check_whole
 from howsmooth.rounding import above, below
 
 __all__ = ["clustering_bound", "finite_context_bound", "log_stability_bound"]
@@ -60,8 +59,8 @@ def clustering_bound(beta: float, cosine: float, time: float) -> float:
     of this kind: Geshkovski et al., *A mathematical perspective on Transformers*, 2023.
 
     """
-    beta = _number("beta", beta)
-    cosine = _number("cosine", cosine)
+    beta = check_number("beta", beta, "a finite number", math.isfinite)
+    cosine = check_number("cosine", cosine, "a finite number", math.isfinite)
     if not 0 < cosine <= 1:
         raise ArgumentError(
             "cosine",
@@ -113,7 +112,7 @@ def log_stability_bound(attention: object, radius: float, time: float) -> float:
 
     """
     head = _plain_head(attention)
-    radius, time = positive("radius", radius), _time(time)
+    radius, time = check_number("radius", radius), _time(time)
     if time == 0:
         return 0.0
     constants = []
@@ -166,9 +165,8 @@ def finite_context_bound(attention: object, radius: float, time: float, atoms: i
     n^{−1/2}; its constants are not used here.
 
     """
-    for name, number in (("atoms", atoms), ("length", length)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ArgumentError(name, expected="a whole number >= 1", got=repr(number))
+    check_whole("atoms", atoms)
+    check_whole("length", length)
     growth = log_stability_bound(attention, radius, time)
     if atoms == 1:
         return 0.0
@@ -196,18 +194,5 @@ def _plain_head(attention: object) -> Head:
     return parameters.folded(0)
 
 
-def _number(name: str, number: object) -> float:
-    try:
-        found = float(number)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        found = math.nan
-    if isinstance(number, bool | str) or not math.isfinite(found):
-        raise ArgumentError(name, expected="a finite number", got=repr(number))
-    return found
-
-
 def _time(time: object) -> float:
-    found = _number("time", time)
-    if found < 0:
-        raise ArgumentError("time", expected="a finite number >= 0", got=repr(time))
-    return found
+    return check_number("time", time, "a finite number >= 0", lambda number: 0 <= number < math.inf)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from howsmooth.attention.map import AbstractMeasure, as_parameter
 from howsmooth.dynamics.trajectory import State, Trajectory
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import ArgumentError, NonFiniteError, check_number
 from howsmooth.measures import DiscreteMeasure, wasserstein
 
 __all__ = [
@@ -53,8 +53,7 @@ def cluster_labels(state: State, tolerance: float) -> Int[Tensor, " n"]:
         If an argument does not fit.
 
     """
-    if isinstance(tolerance, bool) or not 0 <= tolerance < math.inf:
-        raise ArgumentError("tolerance", expected="a finite number >= 0", got=f"{tolerance}")
+    check_number("tolerance", tolerance, "a finite number >= 0", lambda number: 0 <= number < math.inf)
     points = _atoms(state)[0].cpu().numpy()
     n = len(points)
     labels = np.arange(n, dtype=np.int64)
@@ -114,8 +113,7 @@ def log_interaction_energy(state: State, matrix: Tensor | None = None, *, beta: 
     ArgumentError
         If an argument does not fit.
     """
-    if isinstance(beta, bool) or not 0 < beta < math.inf:
-        raise ArgumentError("beta", expected="a finite number > 0", got=f"{beta}")
+    check_number("beta", beta)
     points, logs = _atoms(state)
     images = points
     if matrix is not None:
@@ -168,8 +166,7 @@ def numerical_rank(state: State, tolerance: float = 1e-6) -> int:
         If the tolerance is not in [0, 1).
 
     """
-    if isinstance(tolerance, bool) or not 0 <= tolerance < 1:
-        raise ArgumentError("tolerance", expected="a number from 0 up to 1", got=f"{tolerance}")
+    check_number("tolerance", tolerance, "a number from 0 up to 1", lambda number: 0 <= number < 1)
     sigma = _singular_values(state)
     return int((sigma > tolerance * sigma.max()).sum())
 
@@ -245,7 +242,6 @@ def _measure(state: State) -> DiscreteMeasure:
 
 
 def _spread(state: State) -> float:
-    """Return the root mean square distance between tokens and their mean."""
     points, logs = _atoms(state)
     weights = logs.exp()
     centred = points - weights @ points
@@ -259,7 +255,6 @@ def _singular_values(state: State) -> Float[Tensor, " k"]:
 
 
 def _atoms(state: object) -> tuple[Float[Tensor, "n d"], Float[Tensor, " n"]]:
-    """Return the tokens or atoms of a state of a flow, and their log-weights, both in float64."""
     if isinstance(state, AbstractMeasure):
         points, weighting = state.weighted_tokens()
         return points.detach().double(), weighting.log_weights.detach().double()

@@ -137,11 +137,7 @@ def flow(
 def _ending(
     plan: Integration, run: FlowStates, second: FlowStates | None, origin: float
 ) -> tuple[Status, str, tuple[float, float] | None]:
-    """Decide whether a flow reached its last time, stopped early or blew up, by comparison with a more
-    accurate integration.
-
-    The result is the status, the reason, and the time interval of a blow-up.
-    """
+    """Return the status, the reason and the interval of a blow-up, by a more accurate integration."""
     if run.status == "finished" or run.ended is None:
         return "finished", "", None
     lower, upper = run.ended
@@ -170,10 +166,7 @@ def _ending(
 
 
 def _error(system: System, plan: Integration, run: FlowStates, second: FlowStates, kept: int) -> float:
-    """Estimate the error of the last state of a flow by comparison with a more accurate integration.
-
-    The last of the first ``kept`` states is compared, with Richardson extrapolation.
-    """
+    """Estimate the error of the last of ``kept`` states by Richardson extrapolation."""
     last = min(kept, len(second.states)) - 1
     difference = system.distance(run.states[last].detach(), second.states[last])
     if plan.adaptive:
@@ -182,7 +175,6 @@ def _error(system: System, plan: Integration, run: FlowStates, second: FlowState
 
 
 def _check_first_velocity(system: System, moments: list[float]) -> None:
-    """Raise NonFiniteError unless the velocity at the start of a flow is finite."""
     end = min([s for s in system.switches if s > moments[0]] + [moments[1]])
     first: Velocity = system.velocity(moments[0], end)
     with torch.no_grad():

@@ -23,9 +23,7 @@ __all__ = ["Atoms", "Moments", "System", "Tokens", "system_of"]
 
 
 class System(abc.ABC):
-    """The differential equation of a flow. Its unknown is one tensor, which represents the state of the flow:
-    tokens, a discrete measure or a Gaussian.
-    """
+    """The differential equation of a flow, whose unknown ``y`` is one tensor that represents the state."""
 
     start: Tensor
 
@@ -39,60 +37,39 @@ class System(abc.ABC):
 
     @abc.abstractmethod
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of the tensor that represents the state, between the times ``begin`` and
-        ``end``. The velocity is a function of the time and of this tensor.
-
-        The velocity does not jump between the two times.
-        """
+        """Return the velocity of ``y`` between the times, where it does not jump, as a function (t, y)."""
 
     @abc.abstractmethod
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity v of the residual layers y ↦ y + h v(y), where the tensor y represents the
-        state of the flow and h is the step size.
-        """
+        """Return the velocity v of the residual layers y ↦ y + h v(y) with step size h."""
 
     def project(self, y: Tensor) -> Tensor:
         """Project the state ``y`` of the flow onto the set in which the flow must stay, such as a sphere."""
         return self.field.project(y)
 
     def drift(self, y: Tensor) -> float | None:
-        """Return the relative distance of the state ``y`` from the set in which the flow must stay, such as a
-        sphere.
-
-        Without such a set, the result is None.
-        """
+        """Return the relative distance of ``y`` from the set in which the flow must stay, or None."""
         return self.field.drift(y)
 
     def restart(self, y: Tensor) -> Tensor:
-        """Return a tensor that represents the same state as ``y`` and from which the integration continues
-        after an output time.
-        """
+        """Return a tensor of the same state, from which the integration continues after an output time."""
         return y
 
     def finite(self, y: Tensor) -> bool:
-        """Return True if all numbers of the tokens, measure or Gaussian that the tensor ``y`` represents are
-        finite.
-        """
+        """Return True if all numbers of the state that the tensor ``y`` represents are finite."""
         return bool(torch.isfinite(y).all())
 
     @abc.abstractmethod
     def distance(self, y: Tensor, other: Tensor) -> float:
-        """Return an upper bound on the Wasserstein distance W₂ between the states that two tensors represent.
-
-        The bound matches tokens in their given order.
-        """
+        """Return an upper bound on W₂ between two states, which matches tokens in their given order."""
 
     @abc.abstractmethod
     def states(self, ys: list[Tensor]) -> Tensor | tuple[AbstractMeasure, ...]:
-        """Convert the tensors ``ys``, which represent the states at all output times, to the tokens, measures
-        or Gaussians that a trajectory stores.
-        """
+        """Convert the tensors at all output times to what a trajectory stores."""
 
 
 class Tokens(System):
-    """The differential equation of a flow of tokens (..., n, d). The tensor that represents the state
-    consists of the tokens themselves.
-    """
+    """The differential equation of a flow of tokens (..., n, d), which represent themselves."""
 
     def __init__(self, field: Field, start: Tensor, weighting: Weighting | None = None) -> None:
         super().__init__(field)
@@ -105,25 +82,15 @@ class Tokens(System):
         self.weighting = weighting
 
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of the tokens between the times ``begin`` and ``end``, as a function of time
-        and tokens.
-
-        If the tokens are atoms of a measure, their velocity depends on the weights.
-        """
+        """Return the velocity of the tokens, which depends on the weights if they are atoms."""
         return self.field.velocity(begin, end, self.weighting)
 
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity v of the residual layers x ↦ x + h v(x), where x are the tokens and h is the
-        step size.
-
-        If the tokens are atoms of a measure, their velocity depends on the weights.
-        """
+        """Return the velocity v of the residual layers x ↦ x + h v(x)."""
         return self.field.layer(begin, end, self.weighting)
 
     def distance(self, y: Tensor, other: Tensor) -> float:
-        """Return the root mean square distance between corresponding tokens of two states. For a batch,
-        return the largest of these distances.
-        """
+        """Return the root mean square distance of corresponding tokens, the largest of a batch."""
         squares = (y - other).square().sum(dim=-1)
         if self.weighting is None:
             mean = squares.mean(dim=-1)
@@ -137,9 +104,7 @@ class Tokens(System):
 
 
 class Atoms(Tokens):
-    """The differential equation of a flow of a discrete measure. The tensor that represents the measure
-    consists of its atoms (n, d).
-    """
+    """The differential equation of a flow of a discrete measure, represented by its atoms (n, d)."""
 
     def states(self, ys: list[Tensor]) -> tuple[AbstractMeasure, ...]:
         """Return one discrete measure for each tensor in ``ys``, whose rows are the atoms of the measure."""
@@ -172,11 +137,7 @@ class Moments(System):
         self.start = _pack(start.mean, start.covariance)
 
     def velocity(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of the mean and of the covariance root of a Gaussian. It is a function of the
-        time and of the tensor that represents the Gaussian.
-
-        It is (M α + c, M L) if the map acts on the Gaussian as x ↦ M x + c.
-        """
+        """Return (M α + c, M L) where the map acts on the Gaussian as x ↦ M x + c."""
         f = self.field.map_at(begin, end)
 
         def affine(t: Tensor, y: Tensor) -> Tensor:
@@ -188,17 +149,11 @@ class Moments(System):
         return affine
 
     def layer(self, begin: float, end: float) -> Velocity:
-        """Return the velocity of the mean and the covariance root under residual layers. It equals
-        :meth:`velocity`.
-
-        A residual layer maps N(α, Σ) by x ↦ x + h (M x + c).
-        """
+        """Return :meth:`velocity`: a residual layer maps N(α, Σ) by x ↦ x + h (M x + c)."""
         return self.velocity(begin, end)
 
     def restart(self, y: Tensor) -> Tensor:
-        """Return a tensor that represents the same Gaussian as ``y`` by the symmetric square root of its
-        covariance.
-        """
+        """Represent the Gaussian by the symmetric square root of its covariance."""
         return _pack(*_unpack(y))
 
     def project(self, y: Tensor) -> Tensor:
@@ -209,10 +164,7 @@ class Moments(System):
         """Return None, because a flow of Gaussians has no constraint such as a sphere."""
 
     def finite(self, y: Tensor) -> bool:
-        """Return True if the mean and the covariance of the Gaussian are finite.
-
-        The covariance is checked as well as its root, because it overflows before the root.
-        """
+        """Check the covariance as well as its root, because it overflows before the root."""
         return super().finite(y) and super().finite(_unpack(y)[1])
 
     def distance(self, y: Tensor, other: Tensor) -> float:
@@ -229,9 +181,7 @@ class Moments(System):
 
 
 def system_of(field: Field, start: object) -> System:
-    """Return the differential equation for a flow that starts at given tokens, a discrete measure or a
-    Gaussian.
-    """
+    """Return the differential equation of a flow that starts at tokens, a discrete measure or a Gaussian."""
     match start:
         case Tensor():
             return Tokens(field, start)

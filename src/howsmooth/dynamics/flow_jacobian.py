@@ -170,7 +170,6 @@ class ChainJacobian(LinearOperator):
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner product of each token of ``a`` with the corresponding token of ``b``, (..., n, 1)."""
     return (a * b).sum(dim=-1, keepdim=True)
 
 

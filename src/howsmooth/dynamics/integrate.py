@@ -55,17 +55,13 @@ class Integration:
         return self.method in ADAPTIVE
 
     def refined(self) -> Integration:
-        """Return the settings of a more accurate integration: half the step size, or a tenth of the
-        tolerances.
-        """
+        """Return more accurate settings: half the step size, or a tenth of the tolerances."""
         if self.step is not None:
             return replace(self, step=self.step / 2, max_steps=2 * self.max_steps)
         return replace(self, rtol=self.rtol / 10, atol=self.atol / 10, max_steps=4 * self.max_steps)
 
     def steps(self, length: float) -> int:
-        """Return the number of equal steps that a method of fixed step size takes for a time interval of
-        length ``length``.
-        """
+        """Return the number of equal steps of a fixed step size in a time interval of the given length."""
         assert self.step is not None
         # A length that is a multiple of the step up to rounding must not take one step more.
         return max(1, math.ceil(length / self.step - 1e-6))
@@ -87,8 +83,6 @@ class FlowStates:
 
 
 class _EndedError(Exception):
-    """The exception that ends the integration of a flow when no further time step is possible."""
-
     def __init__(self, status: Status, reason: str, lower: float, upper: float) -> None:
         super().__init__(reason)
         self.status: Status = status
@@ -124,7 +118,6 @@ class _CheckedVelocity:
         return self.velocity(t, y)
 
     def callback_step(self, t0: Tensor, y0: Tensor, dt: Tensor) -> None:
-        """Check the state of a flow before a time step, and raise an error if the step is not possible."""
         time, step = float(t0), float(dt)
         if not self.finite(y0):
             # An adaptive method can accept a step that overflows, if its tolerance overflows, too.
@@ -147,13 +140,9 @@ class _CheckedVelocity:
         self.tried = step
 
     def overflow(self, lower: float, upper: float) -> _EndedError:
-        """Return the exception that ends an integration because its numbers are no longer finite."""
         return _EndedError("blew up", f"the numbers left the range of {_name(self.state)}", lower, upper)
 
     def exhausted(self) -> _EndedError:
-        """Return the exception that ends an integration because its adaptive steps have become too small for
-        floating point.
-        """
         lower = self.time
         upper = lower + max(self.tried or 0.0, 4 * math.ulp(lower))
         # A state that is huge, or that grows faster than the time resolution allows, blows up. A bounded
@@ -175,9 +164,7 @@ class _CheckedVelocity:
 
 
 def integrate(system: System, start: Tensor, times: list[float], plan: Integration) -> FlowStates:
-    """Integrate a flow from the first time to the last, or until it blows up, and return the state at each
-    time.
-    """
+    """Integrate a flow to the last time, or until it blows up, and return the state at each time."""
     run = FlowStates([start], drift=system.drift(start))
     span, initial = times[-1] - times[0], _size(start)
     y = start
@@ -208,11 +195,7 @@ def integrate(system: System, start: Tensor, times: list[float], plan: Integrati
 
 
 def _layers(system: System, watch: _CheckedVelocity, begin: float, end: float) -> Tensor:
-    """Integrate a flow over one time interval by residual layers y ↦ y + h v(y), applied one after another
-    with step size h.
-
-    A projection follows each layer if the flow has one.
-    """
+    """Apply layers y ↦ y + h v(y), each followed by the flow's projection, over one time interval."""
     count = watch.plan.steps(end - begin)
     h = (end - begin) / count
     watch.velocity = system.layer(begin, end)
@@ -225,10 +208,7 @@ def _layers(system: System, watch: _CheckedVelocity, begin: float, end: float) -
 
 
 def _ode(watch: _CheckedVelocity, end: float) -> Tensor:
-    """Integrate a flow over one time interval by torchdiffeq.
-
-    If a trial step overflows, the integration resumes with a smaller step.
-    """
+    """Integrate by torchdiffeq; where a trial step overflows, resume with a smaller step."""
     first: float | None = None
     while True:
         begin, y = watch.time, watch.state
@@ -269,11 +249,7 @@ def _ode(watch: _CheckedVelocity, end: float) -> Tensor:
 
 @torch.no_grad()
 def _largest_token(error: Tensor) -> Tensor:
-    """Return the largest integration error of a token. The error of a token is the root mean square error of
-    its coordinates.
-
-    The mean over all tokens would hide the error of a single token.
-    """
+    """Return the largest root mean square error of a token. The mean over tokens would hide one token."""
     return error.detach().square().mean(dim=-1).max().sqrt()
 
 

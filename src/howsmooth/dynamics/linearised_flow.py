@@ -129,9 +129,7 @@ class LinearisedFlow:
         return x
 
     def stages(self, i: int) -> list[LinearOperator]:
-        """Return the Jacobians of the velocity at all points at which Runge–Kutta step ``i`` evaluates the
-        velocity.
-        """
+        """Return the Jacobians of the velocity at all points where Runge–Kutta step ``i`` evaluates it."""
         if i in self._kept:
             return self._kept[i]
         step, field = self.steps[i], self.system.field
@@ -200,10 +198,7 @@ def _combined(weights: tuple[float, ...], terms: list[Tensor], like: Tensor) -> 
 def _linearise(
     field: Field, interval: tuple[float, float], time: float, x: Tensor, weighting: Weighting | None
 ) -> LinearOperator:
-    """Return the Jacobian of a velocity field at tokens (n, d) and one time.
-
-    For a measure, it is the Jacobian in norms that weight each atom.
-    """
+    """Return the Jacobian at tokens (n, d) and one time; for a measure, in norms that weight each atom."""
     t = torch.tensor(time, dtype=torch.float64, device=x.device)
     if isinstance(field, Sphere):
         with torch.no_grad():
@@ -223,7 +218,6 @@ def _linearise(
 
 
 def _bytes(system: Tokens) -> int:
-    """Estimate the number of bytes of one Jacobian of the velocity field."""
     field = system.field.field if isinstance(system.field, Sphere) else system.field
     if isinstance(field, MapField):
         matrices = _matrices(field.map)

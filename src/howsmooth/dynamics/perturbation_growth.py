@@ -27,7 +27,7 @@ from howsmooth.dynamics.integrate import FIXED, ORDERS
 from howsmooth.dynamics.linearised_flow import LinearisedFlow
 from howsmooth.dynamics.rescaled_tokens import Rescaled
 from howsmooth.dynamics.velocity_fields import Field, Layers, MapField, Sphere, as_field
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import ArgumentError, NonFiniteError, check_whole
 from howsmooth.jacobian.autodiff import allowance_for_rounding, moved_by_rounding
 from howsmooth.results.result import Result
 from howsmooth.rounding import interval_in_digits
@@ -145,9 +145,7 @@ class Growth(Result):
 
     @property
     def remedy(self) -> str:
-        """Advice on what to do if the interval at some time is too wide, or an empty string if no interval is
-        too wide.
-        """
+        """Advice on what to do if some interval is too wide, or an empty string if none is."""
         missed = int((~self.converged).sum())
         if not missed:
             return ""
@@ -221,9 +219,8 @@ def growth(
 
     """
     check_accuracy(rtol, confidence, "float64")
-    for name, number, least in (("max_iterations", max_iterations, 1), ("seed", seed, 0)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise ArgumentError(name, expected=f"an integer >= {least}", got=repr(number))
+    check_whole("max_iterations", max_iterations)
+    check_whole("seed", seed, least=0)
     if method not in FIXED:
         raise ArgumentError(
             "method",
@@ -308,9 +305,7 @@ Solve = Callable[[LinearOperator, int], LeadingTriplet]
 
 
 def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list[LeadingTriplet]:
-    """Return, for each output time after the first, the largest singular value of the Jacobian of the flow
-    map, with its singular vectors.
-    """
+    """Return the leading singular value and vectors of the flow map for each time after the first."""
     rounding = _rounding(trajectory, times)
     for time, relative in zip(times, rounding, strict=True):
         if not float(relative) < _NO_DIGIT:
@@ -324,10 +319,7 @@ def _along(trajectory: LinearisedFlow, times: list[float], solve: Solve) -> list
 
 
 def _rate(trajectory: LinearisedFlow, i: int, solve: Solve, index: int) -> float:
-    """Integrate the local Lipschitz constant of the velocity field over one time step of a flow.
-
-    The step has the number ``i``. The random starts of the stages have the numbers after ``index``.
-    """
+    """Integrate the field's constant over step ``i``; random starts are numbered from ``index`` on."""
     stages = enumerate(zip(trajectory.rates(i), trajectory.tableau.b, strict=True), start=index + 1)
     local = [weight * float(solve(stage, s).sigma) for s, (stage, weight) in stages if weight]
     return trajectory.steps[i].length * sum(local)
@@ -354,11 +346,7 @@ def _rounding(trajectory: LinearisedFlow, times: list[float]) -> list[Tensor]:
 
 
 def _products(trajectory: LinearisedFlow, e: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each output time, the product of the Jacobian of the flow map with the vector ``e``, and
-    the rounding error of this product.
-
-    The rounding error is the sum of the steps' rounding errors.
-    """
+    """Return the flow map's derivative times ``e`` for each time, and the sum of the steps' roundings."""
     rounding = torch.zeros(1, dtype=torch.float64)
     frames = [(e, rounding)]
     for first, last in pairwise(trajectory.steps_until):
@@ -375,9 +363,6 @@ def _values(found: Sequence[LeadingTriplet], name: str, first: float | None = No
 
 
 def _start_vector(operator: LinearOperator, seed: int, index: int) -> Tensor:
-    """Draw the Gaussian start vector of a solver from a random stream that depends on ``seed`` and ``index``
-    only.
-    """
     state = int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0])
     # manual_seed takes signed 64-bit numbers.
     generator = torch.Generator().manual_seed(state - 2**64 * (state >= 2**63))
@@ -389,9 +374,6 @@ def _start_vector(operator: LinearOperator, seed: int, index: int) -> Tensor:
 
 
 def _in_double(field: Field, start: object) -> Tokens:
-    """Check that the start of a flow has the shape that its velocity field expects, and convert both to
-    float64.
-    """
     system = system_of(field, start)
     if not isinstance(system, Tokens) or system.start.ndim != 2:
         got = f"shape {tuple(start.shape)}" if isinstance(start, Tensor) else type(start).__name__

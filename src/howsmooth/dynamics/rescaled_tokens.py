@@ -182,9 +182,6 @@ def value_matrix(attention: SelfAttention) -> Float[Tensor, "d d"]:
 
 
 def _head_matrices(attention: SelfAttention) -> Float[Tensor, "heads d d"]:
-    """Return the product O_h V_h of the output matrix and the value matrix for each head of an attention
-    layer.
-    """
     f = attention
     if f.sinks is not None:
         raise ArgumentError(

@@ -17,7 +17,7 @@ from torch import Tensor
 from howsmooth.attention import TokenMap
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import check_tokens
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, check_number
 
 __all__ = ["Field", "Layers", "Sphere", "Velocity", "as_field"]
 
@@ -33,16 +33,12 @@ class Field(abc.ABC):
 
     @property
     def switches(self) -> tuple[float, ...]:
-        """The times, in increasing order, at which the velocity field jumps and integrators begin a
-        new step.
-        """
+        """The times, in increasing order, at which the velocity field jumps."""
         return ()
 
     @property
     def until(self) -> float:
-        """The time up to which the velocity field is defined, counted from 0; infinite if there is no such
-        limit.
-        """
+        """The time up to which the velocity field is defined; infinite if there is no such limit."""
         return math.inf
 
     @abc.abstractmethod
@@ -59,23 +55,11 @@ class Field(abc.ABC):
         """
 
     def layer(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity v of the residual layers x ↦ x + h v(t, x) with step size h, between the times
-        ``begin`` and ``end``.
-        """
+        """Return the velocity v of the residual layers x ↦ x + h v(t, x) with step size h."""
         return self.velocity(begin, end, weighting)
 
     def map_at(self, begin: float, end: float) -> TokenMap:
-        """Return the attention map that is the velocity field between the times ``begin`` and ``end``.
-
-        A Gaussian flows by closed formulas of the map.
-
-        Raises
-        ------
-        ArgumentError
-            If the velocity is not a map of this library. Then a Gaussian cannot flow, because its flow uses
-            closed formulas of the map.
-
-        """
+        """Return the map by whose closed formulas a Gaussian flows, or raise ArgumentError."""
         raise ArgumentError(
             "field",
             expected="a map or Layers, for the flow of a Gaussian",
@@ -84,18 +68,11 @@ class Field(abc.ABC):
         )
 
     def project(self, x: Tensor) -> Tensor:
-        """Project tokens onto the set in which the flow must stay, such as a sphere.
-
-        Without such a set, the tokens are returned unchanged.
-        """
+        """Project tokens onto the set in which the flow must stay, such as a sphere, if there is one."""
         return x
 
     def drift(self, x: Tensor) -> float | None:
-        """Return the relative distance of the tokens from the set in which the flow must stay, such as a
-        sphere.
-
-        Without such a set, the result is None.
-        """
+        """Return the relative distance of tokens from the set in which the flow must stay, or None."""
         return None
 
     @abc.abstractmethod
@@ -114,9 +91,7 @@ class MapField(Field):
         check_tokens(x, self.map)
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the attention map as a function of the time t and the tokens x. The function does not depend
-        on t.
-        """
+        """Return the attention map, which does not depend on the time."""
         return lambda t, x: self.map._forward(x, weighting)
 
     def map_at(self, begin: float, end: float) -> TokenMap:
@@ -161,7 +136,7 @@ class Layers(Field):
                     expected=f"maps that all have d = {first.d} and {first.dtype} on {first.device}",
                     got=f"d = {f.d}, {f.dtype} on {f.device}",
                 )
-        self.total_time = positive("total_time", len(self.maps) if total_time is None else total_time)
+        self.total_time = check_number("total_time", len(self.maps) if total_time is None else total_time)
 
     @property
     def duration(self) -> float:
@@ -190,16 +165,12 @@ class Layers(Field):
         return self.maps[min(index, len(self.maps) - 1)]
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity between the times ``begin`` and ``end`` as a function of the time t and the
-        tokens x. It is the output of one layer.
-        """
+        """Return one layer as a function of time and tokens."""
         f = self.map_at(begin, end)
         return lambda t, x: f._forward(x, weighting)
 
     def describe(self) -> str:
-        """Return a phrase that gives the number of layers, their total time and a description of the first
-        layer.
-        """
+        """Return a phrase with the number of layers, their total time and a description of the first."""
         return f"{len(self.maps)} layers in time {self.total_time:g}, the first {self.maps[0].describe()}"
 
 
@@ -227,7 +198,7 @@ class Sphere(Field):
         self.field = as_field(field)
         if isinstance(self.field, Sphere):
             raise ArgumentError("field", expected="a field that is not on a sphere yet", got="a Sphere")
-        self.radius = positive("radius", radius)
+        self.radius = check_number("radius", radius)
 
     @property
     def switches(self) -> tuple[float, ...]:
@@ -240,9 +211,7 @@ class Sphere(Field):
         return self.field.until
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless the velocity field accepts the tokens ``x`` and all tokens lie on the
-        sphere.
-        """
+        """Raise ArgumentError unless the velocity field accepts tokens ``x`` and all lie on the sphere."""
         self.field.check(x)
         off = self.drift(x)
         if not off <= _ON_SPHERE:
@@ -255,15 +224,11 @@ class Sphere(Field):
             )
 
     def layer(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the unprojected velocity for residual layers, because the tokens are projected after each
-        layer.
-        """
+        """Return the unprojected velocity, because residual layers project the tokens after each step."""
         return self.field.velocity(begin, end, weighting)
 
     def velocity(self, begin: float, end: float, weighting: Weighting | None = None) -> Velocity:
-        """Return the velocity, projected onto the tangent spaces of the sphere, between the times ``begin``
-        and ``end``.
-        """
+        """Return the velocity, projected onto the tangent spaces of the sphere."""
         inner = self.field.velocity(begin, end, weighting)
 
         def tangent(t: Tensor, x: Tensor) -> Tensor:
@@ -279,9 +244,7 @@ class Sphere(Field):
         return x * scale
 
     def drift(self, x: Tensor) -> float:
-        """Return the largest relative distance of a token from the sphere, max_i ||x_i| − radius| /
-        radius.
-        """
+        """Return the largest relative distance of a token to the sphere, max_i ||x_i| − radius| / radius."""
         norms = torch.linalg.vector_norm(x.detach(), dim=-1)
         return float((norms / self.radius - 1).abs().max())
 
@@ -297,10 +260,7 @@ class CallableField(Field):
         self.function = function
 
     def check(self, x: Tensor) -> None:
-        """Raise ArgumentError unless ``x`` has the shape of tokens, (..., n, d).
-
-        The callable's results are checked at every evaluation.
-        """
+        """Raise ArgumentError unless ``x`` has the shape of tokens; results are checked at every call."""
         if x.ndim < 2 or min(x.shape) < 1:
             raise ArgumentError("start", expected="tokens (..., n, d)", got=f"shape {tuple(x.shape)}")
 
@@ -343,17 +303,7 @@ def as_field(field: object) -> Field:
     )
 
 
-def positive(name: str, value: object) -> float:
-    """Check that the argument ``value`` is a positive finite number, and return it as a float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ArgumentError(name, expected="a finite number > 0", got=repr(value))
-    return float(value)
-
-
 def _square(f: object, name: str) -> TokenMap:
-    """Return the map after checking that its outputs have the dimension of its inputs, so that they can be
-    velocities.
-    """
     if not isinstance(f, TokenMap):
         raise ArgumentError(name, expected="a map of this library", got=type(f).__name__)
     if f.d_out != f.d:

@@ -35,8 +35,6 @@ Norms = tuple[NormJacobian | None, NormJacobian | None]
 
 
 class _MultiHeadJacobian(LinearOperator):
-    """Base class of the Jacobians of multi-head attention, with the derivative ``core`` of its softmax."""
-
     def __init__(
         self,
         core: SoftmaxDerivative | StreamedDerivative,
@@ -55,7 +53,6 @@ class _MultiHeadJacobian(LinearOperator):
         self.norms = norms
 
     def select(self, members: Tensor) -> Self:
-        """Return the Jacobians of attention at the chosen sequences of the batch."""
         kv_heads = self.projection.attention.kv_heads
         heads = torch.arange(kv_heads, device=self.device)
         rows = (members.to(self.device)[:, None] * kv_heads + heads).flatten()
@@ -64,9 +61,7 @@ class _MultiHeadJacobian(LinearOperator):
         return type(self)(self.core.select(rows), self.projection, (query_norm, key_norm), proved)
 
     def _to_heads(self, part: int, rows: Float[Tensor, "batch n rows"]) -> Float[Tensor, "b m width"]:
-        """Split the tangents of the queries (``part`` 0), keys (1) or values (2) of all heads into one matrix
-        for each key head. The derivatives of the norm layer and of the rotation are applied to them.
-        """
+        """Return the tangents of queries (``part`` 0), keys (1) or values (2), after norm and rotation."""
         f, (b, n, _) = self.projection.attention, rows.shape
         heads, norm = (f.heads, f.kv_heads, f.kv_heads)[part], (*self.norms, None)[part]
         # Queries and keys may be normed and are then rotated; values are neither.
@@ -205,7 +200,7 @@ def attention_jacobians(
     streamed: bool = False,
     allowance: float | None = None,
 ) -> list[LinearOperator]:
-    """Return the Jacobian of a float64 layer at float64 tokens, as one operator for each dtype of ``made``.
+    """Return the Jacobian of a float64 layer at float64 tokens, as one operator for each dtype in ``made``.
 
     The tokens may be the atoms of a measure of this weighting. ``off`` is an upper bound of the distance of
     each token from its exact value, or None if no error is to be proved; ``norms``, for that proof, holds

@@ -186,7 +186,6 @@ class AutodiffJacobian(LinearOperator):
             )
 
     def _refuse_failing(self) -> None:
-        """Evaluate f at x, and convert any exception to an ArgumentError that quotes it."""
         f, x = self._f, self._x
         try:
             self._evaluate(x)
@@ -262,9 +261,7 @@ class AutodiffJacobian(LinearOperator):
             return allowance_for_rounding(itertools.chain([first], made), jtu)
 
     def _check_derivatives(self, y: Tensor, start: Tensor | None) -> None:
-        """Check derivatives of f along ``start``, or a random tangent if it is None, against each other and
-        against finite differences. Estimate their rounding errors; ``y`` is f(x).
-        """
+        """``start`` is the direction, random if None; ``y`` is f(x)."""
         # Not the seed of a start, as ⟨J e, e⟩ = ⟨e, Jᵀe⟩ shows less than two independent vectors.
         generator = torch.Generator().manual_seed(_CHECK_SEED)
         e = start
@@ -320,9 +317,7 @@ class AutodiffJacobian(LinearOperator):
             )
 
     def _refuse_out_of_range(self, e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> None:
-        """Raise NonFiniteError if numbers inside f overflow or underflow, so that the product J e (``je``) or
-        Jᵀu (``jtu``) is wrong. A map whose Jacobian is exactly zero passes.
-        """
+        """Raise NonFiniteError if a product is spoilt by over- or underflow; a Jacobian of zeros passes."""
         lost = ~(_nonzero(je) & _nonzero(jtu))
         scaled = torch.from_numpy(self.powers.total != 0).to(lost.device)
         if bool(lost.any()):
@@ -432,7 +427,7 @@ class Linearisation:
 
     @cached_property
     def twice(self) -> bool:
-        """Whether J e is computed by differentiating u ↦ Jᵀu, whose graph the first use creates."""
+        """Whether J e is computed by differentiating u ↦ Jᵀu. The first use creates the graph of this map."""
         if self.graph_bytes > self._most:
             return False
         self._u = torch.zeros_like(self.y).requires_grad_()
@@ -485,11 +480,7 @@ def _by_forward_mode(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor) -> tup
 
 
 def _mixes(product: Callable[[Tensor], Tensor], e: Tensor) -> bool:
-    """Return True if entry i of the result of ``product`` depends on another entry of its input than i.
-
-    Any two indices differ in some binary digit. So for each digit, e is set to zero at all indices without
-    that digit, and the product must be zero there: as many products as indices have digits.
-    """
+    """Return True if some entry of the result depends on an entry of the input with another index."""
     for digit in range((len(e) - 1).bit_length()):
         chosen = torch.tensor([bool(part >> digit & 1) for part in range(len(e))], device=e.device)
         moved = product(e * chosen.view(-1, *(1,) * (e.ndim - 1)))
@@ -556,10 +547,7 @@ def check_adjoint(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor, forward: Tensor
 
 
 def _adjoint_defect(e: Tensor, je: Tensor, u: Tensor, jtu: Tensor) -> Tensor:
-    """Estimate for each member of a batch the relative rounding error that makes ⟨J e, u⟩ differ from ⟨e,
-    Jᵀu⟩; it is zero where they agree. An example is a softmax with the weights 1 and p, where rounding sets
-    the first entry of p (e₁ − e₂) to zero.
-    """
+    """Estimate the relative rounding error that explains why ⟨J e, u⟩ and ⟨e, Jᵀu⟩ differ."""
     left, right = ((a * b).flatten(1).sum(dim=1, dtype=torch.float64) for a, b in ((je, u), (e, jtu)))
     size = torch.maximum(je.double().flatten(1).norm(dim=1), jtu.double().flatten(1).norm(dim=1))
     apart = torch.where(size > 0, (left - right).abs() / size, 0.0).cpu()

@@ -48,9 +48,7 @@ _Map = TypeVar("_Map", bound=TokenMap)
 
 @dataclass(frozen=True)
 class _Form:
-    """The settings with which all layers of a map are linearised: the dtypes, the arguments of
-    :func:`closed_form_jacobian`, and cached norms of matrices for proofs of rounding errors.
-    """
+    """The settings with which all layers are linearised, and cached norms of matrices for proofs."""
 
     made: Mapping[torch.dtype, Callable[[SelfAttention], LayerMatrices]]
     weighting: Weighting | None = None
@@ -154,11 +152,7 @@ def in_double(f: _Map) -> _Map:
 
 
 def _linearise(f: TokenMap, x: Tensor, off: Tensor | None, form: _Form) -> list[LinearOperator]:
-    """Return the Jacobian of a float64 map at float64 tokens, as one operator for each dtype of ``form``.
-
-    ``off`` (batch, n) bounds the distance of each token from its exact value; if it is None, no bound on the
-    rounding error is proved.
-    """
+    """Linearise a float64 map in each dtype. ``off`` (batch, n) bounds token errors; None: no proof."""
     weighting, dtypes = form.weighting, tuple(form.made)
     match f:
         case SelfAttention():

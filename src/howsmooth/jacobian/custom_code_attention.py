@@ -74,9 +74,7 @@ class StagedJacobian(LinearOperator):
 
 
 class _Member:
-    """The Jacobian of a float64 attention layer ``f`` at one float64 sequence ``x``. Products are computed in
-    ``dtype``, with the copy ``rounded`` of the layer in that dtype.
-    """
+    """The Jacobian of a float64 layer ``f`` at one sequence; ``rounded`` is its copy in ``dtype``."""
 
     def __init__(
         self, f: StagedAttention, rounded: StagedAttention, x: Tensor, dtype: torch.dtype, *, streamed: bool
@@ -118,9 +116,7 @@ class _Member:
             return self.kept.adjoint_product(u)
 
     def _checked(self, f: StagedAttention, y: Tensor, own: Tensor) -> Tensor:
-        """Check that forward mode, reverse mode and finite differences agree, and estimate the rounding
-        error. It includes the error ``own`` of the softmaxes; ``y`` is the output in float64.
-        """
+        """Judge the derivatives; the estimated rounding includes the error ``own`` of the softmaxes."""
         dtype = self.x.dtype
         # The run with the graph must reproduce the float64 run, up to rounding.
         drift = (self.kept.y.detach().double() - y).norm()
@@ -157,7 +153,6 @@ class _Member:
         return rounding
 
     def _twice_gives(self, e: Tensor, je: Tensor) -> bool:
-        """Return True if double reverse mode gives the same product as forward mode, which is ``je``."""
         try:
             off = (self.product(e) - je).norm()
         except DerivativeError:  # an operation in the layer has no second derivative
@@ -167,9 +162,7 @@ class _Member:
 
 @dataclass(frozen=True, eq=False)
 class _CoreAt:
-    """The output and the derivative of one softmax attention at given queries, keys and values. Its products
-    take unscaled queries, and tensors in the shapes that the layer uses.
-    """
+    """One softmax attention, with unscaled queries and tensors in the shapes that the layer uses."""
 
     output: Tensor
     derivative: SoftmaxDerivative | StreamedDerivative
@@ -221,8 +214,6 @@ class _CoreAt:
 
 
 class _Linearised(torch.autograd.Function):
-    """The autograd function that returns the stored output of a softmax, with a closed-form derivative."""
-
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: _CoreAt) -> Tensor:
         ctx.core = core

@@ -105,12 +105,7 @@ def _attention(f: SelfAttention, x: Tensor, weighting: Weighting) -> Rows:
 
 
 def _by_autodiff(f: TokenMap, x: Tensor, weighting: Weighting) -> Rows:
-    """Return a function that computes the derivatives of x ↦ Γ_μ(x) at some atoms by automatic
-    differentiation, with the measure μ held fixed.
-
-    Copies of the atoms, without mass, are added to the measure. They do not change it, and their images are
-    Γ_μ at the places where they are.
-    """
+    """Add copies of the atoms without mass to the measure. Their images are Γ_μ at their places."""
 
     def derivatives(rows: slice) -> Tensor:
         probe = x[rows].detach().clone().requires_grad_()

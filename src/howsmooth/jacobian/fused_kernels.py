@@ -30,16 +30,12 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def _jit(function: Callable[..., object]) -> Any:
-    """Compile a function with Triton, after removing the type checks that wrap it in the tests."""
     return triton.jit(inspect.unwrap(function))
 
 
 @_jit
 def _split(x, PARTS: tl.constexpr):
-    """Split a tile of float32 numbers into two or three bfloat16 tiles whose sum approximates it.
-
-    Three tiles are returned; if ``PARTS`` is 2, the third is a copy of the second and is not used.
-    """
+    """Return tiles whose sum is nearly x; if ``PARTS`` is 2, the third is not used."""
     first = x.to(tl.bfloat16)
     rest = x - first.to(tl.float32)
     second = rest.to(tl.bfloat16)
@@ -52,10 +48,7 @@ def _split(x, PARTS: tl.constexpr):
 
 @_jit
 def _load(p, part, start, end, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """Load a tile of LENGTH rows, starting at row ``start``, of a matrix stored as a sum of bfloat16 tensors.
-
-    Rows from ``end`` on are zero.
-    """
+    """Load LENGTH rows from row ``start`` of a sum of bfloat16 tensors; rows from ``end`` on are zero."""
     i = start + tl.arange(0, LENGTH)
     place = p + i[:, None].to(tl.int64) * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = i[:, None] < end
@@ -86,10 +79,7 @@ def _dot(a0, a1, a2, b0, b1, b2, acc, PARTS: tl.constexpr):
 
 @_jit
 def _seen(i, j, n, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
-    """Return a boolean matrix that is True where a query of a tile sees a key of the tile.
-
-    The query at position i is compared with key j; i and j broadcast to the shape of the tile.
-    """
+    """Query i sees key j; the positions i and j broadcast to the shape of the tile."""
     seen = (j < n) & (i >= 0)
     if CAUSAL:
         seen = seen & (j <= i)
@@ -100,10 +90,7 @@ def _seen(i, j, n, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
 
 @_jit
 def _keys_of(first, last, n, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, KEYS: tl.constexpr):
-    """Return the range of keys that at least one of several consecutive queries sees.
-
-    The queries have the positions ``first`` to ``last`` − 1. The range begins at a multiple of KEYS.
-    """
+    """Return the keys that queries ``first`` to ``last`` − 1 see, from a multiple of KEYS on."""
     low = 0
     high = n
     if CAUSAL:

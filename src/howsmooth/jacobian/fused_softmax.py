@@ -137,10 +137,7 @@ class FusedDerivative(StreamedDerivative):
         return padded_width(self.k.shape[-1], self.v.shape[-1])
 
     def _split(self, t: Float[Tensor, "heads rows width"]) -> Tensor:
-        """Split a float32 tensor into bfloat16 tensors whose sum approximates it.
-
-        The result has shape (part, head, row, column); columns are padded with zeros.
-        """
+        """Return bfloat16 parts (part, head, row, column) whose sum is nearly t, with padded columns."""
         width = self._width
         out = t.new_empty(self.parts, *t.shape[:-1], width, dtype=torch.bfloat16)
         rest = pad(t, (0, width - t.shape[-1]))
@@ -185,7 +182,8 @@ class FusedDerivative(StreamedDerivative):
 
 
 def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDerivative:
-    """Return the derivative ``at`` with products by Triton kernels, or unchanged if none supports it.
+    """Return a derivative of softmax attention with products by Triton kernels. Return ``at`` itself if no
+    kernel supports it.
 
     The kernels split float32 numbers into two or three bfloat16 parts. They get as few parts as keep the
     relative rounding error within ``allowance``; if three parts do not, ``at`` is returned. Without an
@@ -195,7 +193,9 @@ def fused(at: StreamedDerivative, allowance: float | None = None) -> StreamedDer
 
 
 def within(at: StreamedDerivative, allowance: float | None) -> StreamedDerivative:
-    """Return the derivative ``at`` with products by kernels, or unchanged if they are not accurate enough."""
+    """Return the derivative ``at`` with products by Triton kernels, or ``at`` itself if kernels are not
+    accurate enough.
+    """
     own = vars(at)
     rows = {name: own[name].contiguous() for name in ("q", "k", "v", "lse", "mean")}
     # ``exact`` is dropped: the kernels form scores from the parts of q and k.

@@ -43,9 +43,9 @@ class Deviations:
         sink: Float[Tensor, "b m"],
         p: Float[Tensor, "b m n"] | None = None,
     ) -> Deviations:
-        """Compute the bounds from averages under the attention probabilities: ``averages`` of the columns of
-        :func:`moment_columns`, and ``mean`` of the shifted values. If ``p`` is None, as in streamed products,
-        ``squares`` and ``spread`` are bounded by row sums.
+        """Compute the bounds from averages under the attention probabilities P. ``averages`` are those of the
+        columns of :func:`moment_columns`, and ``mean`` those of the shifted values. If P is not kept, ``p``
+        is None, and ``squares`` and ``spread`` are bounded by row sums.
         """
         key_dim, n = operands.k.shape[-1], operands.k.shape[2]
         centre = averages[..., :key_dim]

@@ -103,8 +103,6 @@ def _storage(t: Tensor) -> int:
 
 
 class _Values(TorchDispatchMode):
-    """A PyTorch dispatch mode that records which results overflow or underflow while a map is evaluated."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.overflow: bool = False
@@ -135,15 +133,12 @@ class _Values(TorchDispatchMode):
 
 
 def _is_tiny(t: Tensor) -> bool:
-    """Return True if all entries are so small that they may have lost digits by underflow."""
     limits = torch.finfo(t.dtype)
     return float(t.abs().max()) * limits.eps < limits.tiny * _LOST
 
 
 def _digits_lost(factors: Sequence[Any], made: Tensor, product: Any, *, alone: bool) -> bool:
-    """Return True if the product ``made`` of two ``factors`` has lost digits by underflow. If ``alone`` is
-    False, another tensor was added to the product, and only a result of zeros is examined.
-    """
+    """If another tensor was added (``alone`` False), only a result of zeros counts."""
     if not _is_tiny(made) or (bool(made.any()) and not alone):
         return False
     if any(isinstance(t, Tensor) and not t.is_floating_point() for t in factors):
@@ -174,9 +169,7 @@ def _times(t: Any, exponent: int) -> Any:
 def _lost_in(
     node: Any, made: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...], *, digits: bool
 ) -> bool:
-    """Return True if numbers underflow to zero in a step of an autograd graph from ``given`` to ``made``.
-    With ``digits``, also return True if they lose digits below the smallest normal number.
-    """
+    """Return True if a step of the autograd graph underflows to zero or, with ``digits``, loses digits."""
     numbers = [g for g in given if g is not None and g.numel()]
     largest = max((float(g.abs().max()) for g in numbers), default=0.0)
     results = [m for m in made if m is not None and m.numel()]

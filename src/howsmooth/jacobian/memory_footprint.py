@@ -23,9 +23,9 @@ _IN_GRAPHS = 64
 
 
 def cached_bytes(f: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype) -> int:
-    """Return how many bytes of n × n tensors are in memory at one time at most, if attention probabilities
-    are kept. Autograd graphs of layers written as PyTorch code count, too, and so does the float64 operator
-    that checks a float32 one.
+    """Return the largest number of bytes that n × n tensors take at one time, if attention probabilities are
+    kept. It includes the autograd graphs of layers written as PyTorch code, and the float64 operator that
+    checks a float32 one.
     """
     single = dtype.itemsize if dtype != torch.float64 else 0
     found = 0
@@ -112,7 +112,7 @@ def _streamed_stages_bytes(f: StagedAttention, n: int, dtype: torch.dtype, devic
 
 
 def _entries(shape: CoreShape) -> tuple[int, int, int, int]:
-    """Return how many entries the queries, the keys, these with the values, and the outputs have."""
+    """Return the numbers of entries of the queries, the keys, all projections, and the outputs."""
     heads, kv_heads = shape.lead * shape.heads * shape.m, shape.lead * shape.kv_heads * shape.n
     queries, keys = heads * shape.key_dim, kv_heads * shape.key_dim
     return queries, keys, queries + keys + kv_heads * shape.value_dim, heads * shape.value_dim

@@ -20,8 +20,9 @@ __all__ = ["NormJacobian", "ScaleJacobian", "query_and_key_norms"]
 def query_and_key_norms(
     f: SelfAttention, x: Tensor, dtype: torch.dtype
 ) -> tuple[NormJacobian | None, NormJacobian | None]:
-    """Return the Jacobians of an attention layer's norms of queries and of keys, None where it has none. A
-    norm of single heads has a row for each pair of token and head, a norm over all heads one for each token.
+    """Return the Jacobians of the norm layers of queries and of keys in an attention layer, or None for a
+    missing one. They act on a row for each pair of token and head, or for each token if the norm layer acts
+    on all heads together.
     """
 
     def at(norm: LayerNorm | RMSNorm | None, weight: Tensor, bias: Tensor | None) -> NormJacobian | None:

@@ -58,9 +58,7 @@ def norm_error(f: _Norm, x: Float[Tensor, "batch n d"], off: Off) -> ProductErro
 
 
 def _norm_slopes(f: _Norm, x: Tensor, off: Off) -> tuple[Off, Off]:
-    """Return two bounds for each token: (√d/s) max|γ| on the norm of the Jacobian of a norm layer with gains
-    γ, and one on the relative error of this Jacobian.
-    """
+    """Bound (√d/s) max|γ|, the norm of a norm layer's derivative, and the derivative's relative error."""
     s = f.direction_and_length(x)[1].squeeze(-1)
     moved = off + _centring(f, x)
     # Relative error of s; that of h/s is as large. The last term is for squares of entries that underflow.
@@ -131,9 +129,7 @@ def image_off(
 
 
 def _covered(error: Tensor, relative: Tensor) -> Tensor:
-    """Round up a first-order error bound so that it covers terms of higher order. It becomes infinite where
-    the ``relative`` error is too large for the analysis to hold.
-    """
+    """Round up so that terms of higher order are covered; infinite where the analysis does not hold."""
     return torch.where(relative < _LARGEST, up(error * (1 + 4 * relative)), math.inf)
 
 
@@ -142,9 +138,7 @@ def _covered(error: Tensor, relative: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Bounds on the rounding errors of the queries, keys or values of each token, and of their derivative
-    with respect to the tokens.
-    """
+    """Bounds on the errors of each token's queries, keys or values, and of their derivative."""
 
     off: Float[Tensor, "batch *rows"]  # of the error of each row
     size: Float[Tensor, "batch kv_heads"]  # of the norm of the derivative
@@ -152,7 +146,6 @@ class _Rows:
     model: Float[Tensor, "batch kv_heads"]  # of its own error in the spectral norm; zero without a norm
 
     def times(self, factor: float) -> _Rows:
-        """Return the bounds for rows that are rotated and scaled, together by at most ``factor`` in norm."""
         slip = self.slip + gamma(8) * self.size
         return _Rows(factor * self.off, factor * self.size, factor * slip, factor * self.model)
 
@@ -187,7 +180,7 @@ class AttentionRounding:
         return replace(rows, off=rows.off.unflatten(1, (f.kv_heads, -1)))
 
     def keys(self, *, shifted: bool) -> _Rows:
-        """Return bounds on the rounding errors of keys, or if ``shifted`` of keys minus their mean."""
+        """Return bounds on the rounding errors of keys or, if ``shifted``, of keys minus their mean."""
         f = self.f
         if f.key_norm is None and f.rotary is None and shifted and f.softcap is None:
             return self._centred(f.key)
@@ -197,7 +190,7 @@ class AttentionRounding:
         return replace(rows, off=rows.off + 4 * U * torch.linalg.vector_norm(self.at.whole_keys, dim=-1))
 
     def values(self, *, shifted: bool) -> _Rows:
-        """Return bounds on the rounding errors of values, or if ``shifted`` of values minus their mean."""
+        """Return bounds on the rounding errors of values or, if ``shifted``, of values minus their mean."""
         if shifted:
             return self._centred(self.f.value)
         return self._rows(self.f.value, self.f.value_bias, None, self.off, self.length)
@@ -208,9 +201,7 @@ class AttentionRounding:
     def _rows(
         self, weight: Tensor, bias: Tensor | None, norm: _Norm | None, off: Tensor, length: Tensor
     ) -> _Rows:
-        """Return bounds on the rounding errors of W x + b, or of a norm layer after it, for each head and
-        token x. Rotations and scales come later; ``off`` and ``length`` are as for :meth:`_projected`.
-        """
+        """Bound the errors of W x + b or of the norm layer after it; ``off`` and ``length`` as below."""
         heads, dim, d = weight.shape
         grouped = weight.reshape(self.f.kv_heads, -1, d)
         off = self._projected(weight, bias, off, length)
@@ -235,11 +226,7 @@ class AttentionRounding:
     def _projected(
         self, weight: Tensor, bias: Tensor | None, off: Tensor, length: Tensor
     ) -> Float[Tensor, "batch heads n"]:
-        """Return a bound on the rounding error of W x + b for each head and token x, where W is ``weight``
-        and b is ``bias``.
-
-        ``off`` bounds the error of each token x, and ``length`` its length.
-        """
+        """Bound the error of W x + b. ``off`` bounds that of each token x, and ``length`` its length."""
         beside = torch.zeros_like(weight[:, 0, 0]) if bias is None else bias.norm(dim=-1)
         summed = self.norms.absolute(weight)[:, None] * length[:, None] + beside[:, None]
         return self.norms.spectral(weight)[:, None] * off[:, None] + self.rounding * summed
@@ -247,7 +234,7 @@ class AttentionRounding:
     # ---- probabilities
 
     def score_off(self) -> Float[Tensor, "batch kv_heads group n"]:
-        """Return a bound on the rounding errors of each query's scores that are not negligible."""
+        """Return a bound on the rounding errors of each query's scores of non-negligible probability."""
         f, at = self.f, self.at
         q, keys = torch.linalg.vector_norm(at.q, dim=-1), self.keys(shifted=f.sinks is None)
         longest = torch.linalg.vector_norm(at.score_keys, dim=-1).amax(dim=-1)[..., None, None]
@@ -385,10 +372,7 @@ class AttentionRounding:
         return ProductError(*(_covered(t, relative).cpu() for t in (model, rounding, whole)))
 
     def _shift_off(self, weight: Tensor, bias: Tensor | None) -> Float[Tensor, "b 1"]:
-        """Return a bound on the rounding error of W x̄ + b, the projection of the mean token x̄.
-
-        The mean token itself counts as exact, because any vector may serve as the shift.
-        """
+        """Bound the error of W x̄ + b. Any vector may be the shift, so the mean x̄ itself counts as exact."""
         none = torch.zeros_like(self.mean_length)
         return self._projected(weight, bias, none, self.mean_length).flatten(0, 1)
 
@@ -403,6 +387,5 @@ def _turn(f: SelfAttention) -> float:
 
 
 def _longest(rows: Tensor) -> Float[Tensor, " b"]:
-    """Return the largest norm of a row (batch, kv_heads, …, dim) for each sequence and key head."""
     lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1).flatten(0, 1).flatten(1)
     return lengths.amax(dim=-1)

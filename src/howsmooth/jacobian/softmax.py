@@ -222,8 +222,9 @@ def outputs_and_sink(
     sink_p: Float[Tensor, "b *rows"],
     dtype: torch.dtype,
 ) -> tuple[Float[Tensor, "b *rows value_dim"], Sink | None]:
-    """Return the attention outputs, minus the shift of the values, and the sinks in ``dtype``. ``averages``
-    are those of the shifted values under P, ``total`` is Σ_j P_ij, and ``sink_p`` the sinks' probability.
+    """Return the attention outputs minus the mean that was subtracted from the values, and the sinks in
+    ``dtype``. ``averages`` are the averages of the shifted values under P, ``total`` is Σ_j P_ij, and
+    ``sink_p`` the sinks' probability.
     """
     if operands.features.sinks is None:
         return averages, None
@@ -235,7 +236,7 @@ def outputs_and_sink(
 
 
 def largest_score(q: Tensor, k: Tensor, batch: int) -> Float[Tensor, " batch"]:
-    """Return the largest max|q| max|k| of each sequence's heads, a bound κ on its scores (float64, CPU)."""
+    """Return a bound κ on the scores of each sequence: the largest max|q| max|k| of a head (float64, CPU)."""
     longest_q, longest_k = (
         torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).flatten(1).amax(dim=-1).view(batch, -1)
         for t in (q, k)

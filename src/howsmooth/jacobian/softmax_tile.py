@@ -68,8 +68,8 @@ class Tile:
         onto: tuple[Tensor, Tensor] | None = None,
         memory: Tensor | None = None,
     ) -> tuple[OfOutputs, Float[Tensor, "b m 1"]]:
-        """Return T v + P dv and rowsum(T), where T is P∘dS, added to ``onto`` if that is given. The tangents
-        T are written to ``memory`` if that is given.
+        """Return T v + P dv and the row sums of T, where T is P∘dS. If ``onto`` is given, both are added to
+        it. If ``memory`` is given, T is written to it.
         """
         t = torch.bmm(dq, self.k.mT, out=memory)
         if self.slope_of_keys is self.slope:
@@ -84,8 +84,8 @@ class Tile:
     def scores_adjoint(
         self, u: OfOutputs, common: Float[Tensor, "b m 1"], memory: Tensor | None = None
     ) -> tuple[Float[Tensor, "b m n"], Float[Tensor, "b m n"]]:
-        """Return the cotangent D∘G of the scores, once for the queries and once for the keys, given the row
-        sums ⟨U, O⟩ as ``common``.
+        """Return two cotangents D∘G of the scores, one for the queries and one for the keys. ``common`` has
+        the row sums ⟨U, O⟩.
 
         The two differ at a measure only. The first is written to ``memory`` if that is given.
         """
@@ -267,7 +267,6 @@ def _through_softmax(w: Tensor, p: Tensor) -> Tensor:
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner products of all rows of ``a`` with all rows of ``b``, in the shape of the scores."""
     # The rows of all query heads of a group form one matrix, so that heads with one key head share a product.
     s: Tensor = (a.flatten(-3, -2) @ b.squeeze(-3).mT).unflatten(-2, a.shape[-3:-1])
     return s

@@ -87,8 +87,8 @@ class StreamedDerivative:
     moments: Deviations | None = None
 
     def rounding(self, batch: int) -> Float[Tensor, " batch"]:
-        """Estimate, for each sequence, the relative rounding error of the norm of the attention Jacobian.
-        Scores that are formed in float32 add κ machine epsilons to the error of kept probabilities.
+        """Estimate, for each sequence, the relative rounding error of the norm of the attention Jacobian. If
+        scores are formed in float32, their bound κ times the machine epsilon is added to it.
         """
         eps = torch.finfo(self.q.dtype).eps
         single = 0.0 if self.exact is not None or self.q.dtype == torch.float64 else eps
@@ -159,9 +159,7 @@ class StreamedDerivative:
 
 @dataclass(frozen=True)
 class _Scored:
-    """The queries and keys from which the scores of one block of query rows are computed. ``less`` is log₂ of
-    each row's softmax denominator, which is subtracted from the scores in units of log 2.
-    """
+    """The queries and keys of a block of rows; ``less`` is log₂ of each row's softmax denominator."""
 
     q: Float[Tensor, "b r key_dim"]
     k: Float[Tensor, "heads n key_dim"]
@@ -189,7 +187,6 @@ class _Cotangents:
     def add(
         self, block: RowBlock, keys: slice, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]
     ) -> None:
-        """Add left[i] @ right[i] to the cotangents of a tile's keys (i = 0) and of its values (i = 1)."""
         for parts, a, b in zip((self.keys, self.values), left, right, strict=True):
             product = None
             for batches, own in block.places(keys):
@@ -206,7 +203,6 @@ class _Cotangents:
                 place[..., first : first + b.shape[2]].add_(own_product)
 
     def taken(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the cotangents of queries, keys and values of all tokens, and free the tiles' memory."""
         return self.queries.flatten(1, 2), self._rows(self.keys), self._rows(self.values)
 
     def _rows(self, parts: list[Tensor]) -> Tensor:
@@ -220,9 +216,7 @@ class _Cotangents:
 
 
 class _Tiles:
-    """One pass over all tiles of the attention matrix. With ``keep``, :meth:`product` keeps its tiles for
-    :meth:`add_adjoint`, which must then get the same blocks in the same order.
-    """
+    """One pass over all tiles. With ``keep``, adjoints must get the same blocks in the same order."""
 
     def __init__(self, at: StreamedDerivative, *, keep: bool) -> None:
         self.at = at
@@ -240,7 +234,6 @@ class _Tiles:
     def product(
         self, block: RowBlock, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> Float[Tensor, "heads group rows value_dim"]:
-        """Return the tangents of the outputs of one block of query rows."""
         out = self._of_pieces(block, lambda piece: self._image(piece, dq, dk, dv))
         if self.at.sink is not None:
             own = self.at.sink.of_rows(block.heads, block.rows)
@@ -261,7 +254,6 @@ class _Tiles:
     def _of_pieces(
         self, block: RowBlock, of_piece: Callable[[Piece], Float[Tensor, "b r width"]]
     ) -> Float[Tensor, "heads group rows width"]:
-        """Apply ``of_piece`` to each piece of one block of query rows, and return the sum of the results."""
         group, out = self.at.q.shape[1], None
         for piece in self.tiling.pieces(block):
             part = piece.block.grid(of_piece(piece), group)
@@ -275,7 +267,6 @@ class _Tiles:
         return out
 
     def _image(self, piece: Piece, dq: Tensor, dk: Tensor, dv: Tensor) -> Float[Tensor, "b r value_dim"]:
-        """Return what the keys of one piece contribute to the tangents of the outputs of its query rows."""
         at, block = self.at, piece.block
         q, dq, mean = (block.of_rows(t) for t in (at.q, dq, at.mean))
         scored = self._scored(block)
@@ -295,9 +286,7 @@ class _Tiles:
     def _cotangent(
         self, piece: Piece, do: Float[Tensor, "heads group rows value_dim"], parts: _Cotangents
     ) -> Float[Tensor, "b r key_dim"]:
-        """Return what the keys of one piece contribute to the cotangents of its queries. The cotangents of
-        the keys and values are added to ``parts``.
-        """
+        """Add to the cotangents of keys and values in ``parts``, and return that of the piece's queries."""
         at, block = self.at, piece.block
         q, mean = block.of_rows(at.q), block.of_rows(at.mean)
         scored = None if self.keep else self._scored(block)
@@ -350,9 +339,7 @@ class _Tiles:
     def _scores(
         self, place: int, block: RowBlock, keys: slice, scored: _Scored
     ) -> tuple[Float[Tensor, "b r keys"], Tensor | None] | None:
-        """Return the scores of one tile times log₂ e, less ``scored.less``, and the derivative of a soft cap,
-        or None if a mask hides the whole tile. The rules of ``visibility`` are not yet applied.
-        """
+        """Return scores · log₂ e less ``scored.less``, and the cap's derivative; None if all is hidden."""
         at = self.at
         features, mask = at.features.block(block.heads, at.kv_heads, block.rows, keys), at.visibility.mask
         shown = None if mask is None else mask[block.rows, keys]
@@ -379,9 +366,11 @@ class _Tiles:
         averages: Float[Tensor, "b group m columns"],
         sink_p: Float[Tensor, "b group m"],
     ) -> None:
-        """Compute the softmax of a block of query rows. Its denominators log Σ_j e^{S_ij}, the averages Σ_j
-        P_ij t_j of the rows of ``table`` and the sinks' probabilities are written to ``lse``, ``averages``
-        and ``sink_p``. Running sums are scaled when a row finds a larger score.
+        """Compute the softmax of a block of query rows. Write the logs of its denominators Σ_j e^{S_ij} to
+        ``lse``, the averages Σ_j P_ij t_j of the rows of ``table`` to ``averages``, and the sinks'
+        probabilities to ``sink_p``.
+
+        Running sums are scaled when a row finds a larger score.
         """
         at, sinks = self.at, self.at.features.sinks
         q, v = at.q[block.heads, :, block.rows], table[block.heads]

@@ -55,7 +55,7 @@ def _tile_shape(heads: int, n: int, itemsize: int, device: torch.device) -> tupl
 
 def working_bytes(heads: int, m: int, n: int, itemsize: int, device: torch.device, *, capped: bool) -> int:
     """Return an upper bound on the bytes of all tiles that are in memory at once, for probabilities of
-    ``itemsize`` bytes. Under a cap P∘D is stored beside P; scores count as float64.
+    ``itemsize`` bytes. With a soft cap P∘D is stored as well as P. Scores are counted as float64.
     """
     _, rows, columns = _tile_shape(heads, n, itemsize, device)
     kept, formed = (2 if capped else 1) * n * itemsize, 4 * columns * 8
@@ -124,8 +124,8 @@ class RowBlock:
         return t[:, :, shifted(self.rows, -block.rows.start)]
 
     def places(self, keys: slice) -> list[tuple[slice | int, slice]]:
-        """Return the places of a batched product in the whole sequence, as pairs: some matrices of the batch,
-        and the keys to which they belong. ``keys`` is a range of keys of this block.
+        """Return which matrices of a batched product belong to which range of keys in the whole sequence, as
+        pairs. In a plain block all belong to ``keys``.
         """
         return [(slice(self.batches), keys)]
 
@@ -172,9 +172,7 @@ class DiagonalSquares(RowBlock):
     def _strips(
         self, t: Tensor, start: int, origin: int, own: slice, row: int, entry: int
     ) -> Float[Tensor, "b own width"]:
-        """Return the rows ``own`` of each square as one view of ``t`` with strides ``row`` and ``entry``. The
-        squares begin at row ``origin`` of the head that begins at offset ``start``.
-        """
+        """Return the rows ``own`` of each square at the diagonal as one view of ``t`` with strides."""
         # One operation instead of four: at 2048 tokens the time to start operations matters.
         shape, strides = (self.batches, own.stop - own.start, t.shape[-1]), (self.side * row, row, entry)
         return t.as_strided(shape, strides, t.storage_offset() + start + (origin + own.start) * row)
@@ -281,11 +279,7 @@ class Tiling:
         return bool(block.batches > 1 and plain and aligned)
 
     def _diagonal_squares(self, block: RowBlock) -> list[Piece]:
-        """Return pieces that cover a block's scores from the key of its first row to the causal diagonal.
-
-        The rows of each thread form one piece with the keys before their own first row, and a square at the
-        diagonal, which is cut into strips. The same strip of all squares is one piece.
-        """
+        """Each thread's rows form a piece before the diagonal, and a square at it that is cut into strips."""
         first, side = block.rows.start, block.length // block.batches
         below = [
             Piece(self._block(block.heads, i, i + side), self.tiles(slice(first, i)))
@@ -303,7 +297,6 @@ class Tiling:
 
     @property
     def _edged(self) -> bool:
-        """True if the query rows of a block see different keys."""
         return self.visibility.causal or self.visibility.window is not None
 
     @property

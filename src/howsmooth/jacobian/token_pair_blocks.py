@@ -115,8 +115,6 @@ class DenseBlocks(LinearOperator):
 
 
 def _diagonal(f: TokenMap, x: Float[Tensor, "n d"]) -> TokenBlocks:
-    """Return the blocks J_ij of a map that acts on each token separately. They are zero for i ≠ j."""
-
     @cache
     def made(dtype: torch.dtype) -> LinearOperator:
         # Each token is a sequence of its own.
@@ -136,9 +134,7 @@ def _residual(inner: TokenBlocks) -> TokenBlocks:
 
 
 def _composed(outer: TokenBlocks, inner: TokenBlocks, *, mixes_last: bool) -> TokenBlocks:
-    """Return the blocks J_ij of a composition of two maps, one of which acts on each token separately. This
-    is the inner map if ``mixes_last``, and otherwise the outer map.
-    """
+    """Compose two maps, the inner or (unless ``mixes_last``) the outer of which acts on each token alone."""
 
     def tile(i: Tensor, j: Tensor, factor: Tensor, dtypes: Sequence[torch.dtype]) -> list[LinearOperator]:
         # The map that treats each token by itself acts at the input token, or at the output token.
@@ -198,10 +194,7 @@ class _AttentionBlocks:
         return found
 
     def _read(self, i: Tensor, j: Tensor) -> tuple[Int[Tensor, " pairs"], Float[Tensor, "owners heads d"]]:
-        """Return for each pair (i, j) an index into a list of gradients, and the list. A gradient b_ij is
-        that of all heads' scores with respect to token j; without rotary positions and key norms it is the
-        same for all j.
-        """
+        """Return an index for each pair (i, j) into the distinct gradients b_ij of scores, and these."""
         f = self._f
         if f.rotary is None and f.key_norm is None:
             queries, owners = torch.unique_consecutive(i, return_inverse=True)
@@ -236,7 +229,7 @@ class _AttentionBlocks:
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """Derivatives of the norm and rotation after a query or key projection, at one token of each pair."""
+    """Derivatives of the norm and rotation that follow a query or key projection, at some tokens."""
 
     norm: NormJacobian | None
     rotary: Rotary | None
@@ -250,9 +243,7 @@ class _Placed:
         tokens: Int[Tensor, " pairs"],
         heads: Int[Tensor, " heads"] | None = None,
     ) -> _Placed:
-        """Return the derivatives at the given tokens. The rows of ``norm`` belong to all n tokens, or to
-        pairs of token and head; in the second case ``heads`` chooses heads.
-        """
+        """Rows of ``norm`` belong to all tokens, or to pairs of token and chosen head."""
         if norm is not None:
             unit, factor = (t.view(n, -1, t.shape[-1])[tokens] for t in (norm.unit, norm.factor))
             if heads is not None:
@@ -338,7 +329,6 @@ class _AttentionTile(LinearOperator):
         return energy, self._heads_adjoint(through.view_as(self.moved))[:, None]
 
     def _heads(self, e: Float[Tensor, "pairs d"]) -> Float[Tensor, "pairs heads value_dim"]:
-        """Return the tangents of the head outputs at tokens i, given tangents ``e`` of the tokens j."""
         f, (query, _, value) = self.projection.attention, self.projection.parts
         v = (e @ value.mT).view(len(e), f.kv_heads, 1, f.value_dim)
         p = self.p.view(len(e), f.kv_heads, -1, 1)
@@ -352,7 +342,6 @@ class _AttentionTile(LinearOperator):
         return e if self.own is None else e.addmm_(self.own.adjoint(z), query)
 
     def _scores(self, e: Float[Tensor, "pairs d"]) -> Float[Tensor, "pairs heads"]:
-        """Return the tangents ⟨b_ij, e_j⟩ of the scores, given tangents ``e`` of the tokens j."""
         if self._counts is None:
             return (self._b @ e[..., None])[..., 0]
         return torch.cat([part @ b.mT for part, b in zip(e.split(self._counts), self._b, strict=True)])

@@ -80,7 +80,6 @@ def _products(
 
 
 def _heads(attention: Sequence[AttentionJacobian], vectors: Sequence[Tensor]) -> Tensor:
-    """Return the tangents of the heads' outputs in all sequences, with one row for each token."""
     projection = attention[0].projection
     rows = projection.into(_packed(vectors))
     heads = rows.new_empty(len(rows), projection.attention.heads * projection.attention.value_dim)
@@ -92,7 +91,6 @@ def _heads(attention: Sequence[AttentionJacobian], vectors: Sequence[Tensor]) ->
 def _heads_adjoint(
     attention: Sequence[AttentionJacobian], heads: Tensor, vectors: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the cotangents of each sequence's tokens, for cotangents ``heads`` of the heads' outputs."""
     projection = attention[0].projection
     rows = heads.new_empty(len(heads), sum(projection.sizes))
     for op, part, out in zip(attention, _unpacked(heads, vectors), _unpacked(rows, vectors), strict=True):
@@ -173,11 +171,7 @@ def _norm(norms: Sequence[NormJacobian]) -> NormJacobian:
 
 
 def _softmax(cores: Sequence[SoftmaxDerivative]) -> SoftmaxDerivative:
-    """Join the derivatives of softmax attention at several sequences, padded to the longest sequence.
-
-    The query heads of a group lie one after the other on one axis, and each is padded by itself. Padded rows
-    and columns of P are zero, so that the padding neither gives nor takes anything.
-    """
+    """Join padded softmaxes. Zero rows and columns of P keep the padding from giving or taking anything."""
     lengths = [core.k.shape[1] for core in cores]
     longest = max(lengths)
 

@@ -12,7 +12,7 @@ from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.attention import TokenMap
 from howsmooth.attention.map import AbstractMeasure, check_measure, check_tokens
 from howsmooth.attention.theorem_preconditions import remedy_for_other_map
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import ArgumentError, NonFiniteError, check_whole
 from howsmooth.jacobian.closed_form import has_closed_form
 
 __all__ = ["check_arguments", "check_call"]
@@ -90,7 +90,6 @@ def _check_batch_dims(batch_dims: object, f: object, x: object) -> None:
 
 
 def _check_map(f: object, x: object) -> None:
-    """Raise ArgumentError unless ``f`` is a map, and acts on measures if ``x`` is one."""
     if isinstance(x, AbstractMeasure) and not isinstance(f, TokenMap):
         raise ArgumentError(
             "f",
@@ -135,12 +134,10 @@ def _check_tokens(
     if not bool(torch.isfinite(x).all()):
         raise NonFiniteError("x", expected="finite numbers", got="NaN or infinity")
     check_accuracy(rtol, confidence, str(x.dtype).removeprefix("torch."))
-    if isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
-        raise ArgumentError("max_iterations", expected="an integer >= 1", got=repr(max_iterations))
+    check_whole("max_iterations", max_iterations)
 
 
 def _check_sequence(x: object, first: object) -> None:
-    """Raise ArgumentError unless ``x`` is a sequence of tokens with the dtype and device of ``first``."""
     assert isinstance(x, Tensor)
     assert isinstance(first, Tensor)
     if x.ndim != 2:
@@ -151,12 +148,7 @@ def _check_sequence(x: object, first: object) -> None:
 
 
 def _remedy_for_site(given: object) -> str:
-    """Return advice for callers of ``local_lipschitz`` who passed a captured attention layer or a head
-    of ``hs.bounds`` instead of a map and tokens.
-
-    A captured site is one attention layer of a model with its input. For a list of sites it says what to do
-    with each. For anything else it is empty.
-    """
+    """Return advice for a captured site, a list of sites or a Head; "" for anything else."""
     first = given[0] if isinstance(given, list | tuple) and given else given
     if not (hasattr(first, "map") and hasattr(first, "x")):
         return remedy_for_other_map(given)

@@ -139,7 +139,6 @@ def sequence_jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) ->
 
 
 def _cut(pairs: Int[Tensor, " pairs"]) -> Iterator[Tensor]:
-    """Yield the pairs (i, j) of tokens in groups of limited size."""
     return iter(pairs.split(_PAIRS) if len(pairs) else ())
 
 
@@ -181,9 +180,7 @@ def _of_tile(
     members: Sequence[int],
     solver: Solver,
 ) -> tuple[LeadingTriplet, Float[Tensor, " pairs"]]:
-    """Return the largest singular value of each block J_ij in a group of pairs, with singular vectors and the
-    rounding error.
-    """
+    """Return the largest singular value of each block J_ij in a group of pairs, and the rounding error."""
     exact, single = blocks.tile(i, j, factor, (torch.float64, torch.float32))
     found = solver.alone(exact if dtype == torch.float64 else CheckedProducts(single, exact), members)
     # J v in float64 is σ times the left vector. Its rounding to float32 makes the difference a little larger.
@@ -197,7 +194,8 @@ def _of_tile(
 
 
 def _groups(n: int, d: int, d_out: int, outputs: int, dtype: torch.dtype) -> tuple[bool, list[range]]:
-    """Decide whether blocks are formed from columns of the Jacobian, and which output tokens together.
+    """Divide the output tokens into groups that are measured together. Also decide whether their blocks are
+    formed from columns of the Jacobian.
 
     A product with J gives a column of the blocks of all output tokens, of which a group is kept whose blocks
     of one input token fit into memory.
@@ -257,7 +255,6 @@ Blocks = tuple[int, Int[Tensor, " tokens"], Float[Tensor, "tokens d_out d"]]
 def _rows(
     jacobian: LinearOperator, outputs: Int[Tensor, " one"], told: Callable[[float], None]
 ) -> Iterator[Blocks]:
-    """Yield the blocks ∂y_i/∂x_j of a single output token i and all input tokens j, together."""
     width = jacobian.out_shape[-1]
     (i,) = outputs.tolist()
 
@@ -273,7 +270,6 @@ def _rows(
 def _columns(
     jacobian: LinearOperator, outputs: Int[Tensor, " outputs"], told: Callable[[float], None]
 ) -> Iterator[Blocks]:
-    """Yield the blocks ∂y_i/∂x_j of some output tokens i and all input tokens j, one by one."""
     n, d = jacobian.in_shape
 
     def column(c: Tensor) -> Tensor:
@@ -297,11 +293,7 @@ def _products(
     numbers: Int[Tensor, " products"],
     told: Callable[[float], None],
 ) -> Float[Tensor, "products *shape"]:
-    """Compute the columns or rows of a Jacobian that have the given numbers, several at a time if the map
-    allows it.
-
-    ``product`` maps the number of a column or row to it.
-    """
+    """Compute columns or rows of given numbers by ``product``, several at a time if the map allows it."""
     found: list[Tensor] = []
     together = isinstance(jacobian, AutodiffJacobian | Scaled)
     for part in numbers.to(jacobian.device).split(_TOGETHER):

@@ -95,10 +95,7 @@ def head_lipschitz(
 
 
 def _together(f: SelfAttention, x: Tensor, heads: Tensor, solver: Solver) -> dict[str, Tensor]:
-    """Measure the local Lipschitz constants of several heads of an attention layer as one batch.
-
-    Return the fields of the estimate by name. The layer is float64.
-    """
+    """Measure several heads of a float64 layer as one batch; return the estimate's fields by name."""
     members = heads.tolist()
     dtypes = (torch.float64,) if x.dtype == torch.float64 else (x.dtype, torch.float64)
     jacobians = heads_jacobians(f, x.double(), members, dtypes)
@@ -126,7 +123,6 @@ class _InTokens(CheckedProducts):
         self.bases = bases
 
     def lifted(self, e: Tensor, members: Tensor | None = None) -> Tensor:
-        """Convert tangents in the coordinates of the subspaces to tangents of the tokens."""
         bases = self.bases if members is None else self.bases[members]
         return e @ bases.mT.to(e.dtype)
 
@@ -164,9 +160,7 @@ class HeadsJacobian(AttentionJacobian):
 
     @classmethod
     def _with(cls, whole: AttentionJacobian, weight: Float[Tensor, "heads rows d"]) -> HeadsJacobian:
-        """Return a copy of the Jacobians ``whole`` with the query, key and value matrices of each head
-        replaced by ``weight``.
-        """
+        """Return the Jacobians ``whole`` with ``weight`` as query, key and value matrices of each head."""
         projection = replace(whole.projection, weight=weight)
         return cls(whole.core, projection, whole.norms, whole.proved)
 

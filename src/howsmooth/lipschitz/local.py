@@ -176,7 +176,6 @@ def local_lipschitz(
 
 
 def _by_batch(parts: Sequence[Part], lead: torch.Size) -> dict[str, Any]:
-    """Join the results for the members of a batch, and give them the batch axes ``lead``."""
     joined = {
         name: torch.cat([getattr(found, field) for _, found in parts]) for name, field in FIELDS.items()
     }

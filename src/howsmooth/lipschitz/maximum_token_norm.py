@@ -163,11 +163,7 @@ def attained(
 def _climbed(
     operator: LinearOperator, i: int, u: Float[Tensor, " d_out"], rtol: float
 ) -> tuple[Float[Tensor, "n d"], float]:
-    """Search for changes of all input tokens, each of norm at most one, that change output token ``i`` most,
-    starting from the direction ``u``.
-
-    Return these changes, and the norm of the change of the output token.
-    """
+    """Climb from ``u`` to changes of the tokens, each of norm <= 1, that change output token ``i`` most."""
     value = 0.0
     for _ in range(_STEPS):
         cotangent = torch.zeros(operator.out_size // len(u), len(u), dtype=u.dtype, device=u.device)

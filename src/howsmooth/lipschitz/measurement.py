@@ -67,7 +67,7 @@ def closed_forms(
 def _kept(
     double: TokenMap, members: Sequence[Tensor] | Tensor, lots: Sequence[Sequence[int]]
 ) -> list[LinearOperator]:
-    """Return the Jacobians of one map that keep attention probabilities in memory, as one batched operator
+    """Return the Jacobians of one map with attention probabilities kept in memory, as one batched operator
     for each group of sequences.
 
     Each item of ``lots`` is a group, as indices of sequences sorted by length. Sequences of one length are
@@ -91,11 +91,7 @@ def _kept(
 
 
 def _streamed(double: TokenMap, x: Tensor, rtol: float, budget: int) -> LinearOperator:
-    """Return the Jacobian of one map at one sequence, as an operator that keeps no n × n matrices of
-    attention probabilities in memory.
-
-    The operators in float32 and in float64 are not in memory at the same time.
-    """
+    """Build the operator of one sequence with no n × n matrix; only one dtype is in memory at a time."""
 
     def made(dtype: torch.dtype, allowance: float | None = None) -> LinearOperator:
         return closed_form_jacobian(double, x.double(), dtype=dtype, streamed=True, allowance=allowance)

@@ -107,8 +107,6 @@ def between_gaussians(mu: Gaussian, nu: Gaussian) -> GaussianAnswer:
 
 @dataclass(frozen=True)
 class _Spectrum:
-    """The eigenvalues, in increasing order, and the eigenvectors of the covariance matrix of a Gaussian."""
-
     values: Float[ndarray, " d"]
     vectors: Float[ndarray, "d d"]
 
@@ -119,9 +117,7 @@ class _Spectrum:
 
     @property
     def least(self) -> float:
-        """The smallest eigenvalue of the covariance matrix minus its rounding error, or zero if the matrix
-        may be singular.
-        """
+        """The smallest eigenvalue minus its rounding error, or zero if the covariance may be singular."""
         return max(float(self.values[0]) - self.error, 0.0)
 
     @property
@@ -140,7 +136,6 @@ class _Spectrum:
         )
 
     def root(self) -> Float[ndarray, "d d"]:
-        """Return the symmetric square root of the covariance matrix."""
         root: ndarray = (self.vectors * np.sqrt(np.maximum(self.values, 0.0))) @ self.vectors.T
         return root
 

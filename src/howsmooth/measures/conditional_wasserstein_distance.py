@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 from scipy.special import logsumexp
 
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, check_number
 from howsmooth.measures.discrete import DiscreteMeasure
 from howsmooth.measures.distance_arguments import Options, check_discrete, check_order, check_same_space
 from howsmooth.measures.presolve import Answer, Pair
@@ -80,8 +80,9 @@ def conditional_wasserstein(
     options = Options.of(method, regularisation, rtol, max_iterations, gradient)
     one, other = (_with_positions(name, measure) for name, measure in (("mu", mu), ("nu", nu)))
     check_same_space(one, other)
-    near = _check_tolerance("position_tolerance", position_tolerance)
-    alike = _check_tolerance("mass_tolerance", mass_tolerance)
+    finite = "a finite number >= 0", lambda number: 0 <= number < math.inf
+    near = check_number("position_tolerance", position_tolerance, *finite)
+    alike = check_number("mass_tolerance", mass_tolerance, *finite)
     groups = _groups(one, other, near)
     pair = Pair.of(one, other, order)
     masses = tuple(
@@ -99,11 +100,7 @@ def _total(
     masses: tuple[Float[ndarray, " s"], ...],
     options: Options,
 ) -> Answer:
-    """Combine the optimal transport costs at all positions into the conditional Wasserstein distance.
-
-    The costs are weighted by the masses of the positions. They are added in logarithms, so that masses of any
-    size count.
-    """
+    """Combine the costs at all positions, in logarithms so that masses of any size count."""
     members = [_members(group, len(masses[0])) for group in groups]
     log_a = pair.log_a - masses[0][groups[0]]
     log_b = pair.log_b - masses[1][groups[1]]
@@ -141,11 +138,7 @@ def _total(
 def _forced(
     members: list[list[ndarray]], log_a: ndarray, log_b: ndarray, log_theta: ndarray, forced: ndarray
 ) -> tuple[ndarray, ndarray, ndarray]:
-    """Return the part of the transport plan at all positions where one of the two measures has a single atom.
-    At such a position only one plan exists.
-
-    The plan consists of the numbers of rows and columns, and the logarithms of the masses.
-    """
+    """Return the plan at positions where a measure has one atom: rows, columns and log masses."""
     rows, columns, logs = [], [], []
     for s in np.flatnonzero(forced):
         here, there = members[0][s], members[1][s]
@@ -159,12 +152,7 @@ def _forced(
 
 
 def _roots(terms: Float[ndarray, "3 k"], p: float) -> list[float]:
-    """Return the lower limit, the value and the upper limit of the conditional distance, given the logarithms
-    of the transport costs.
-
-    ``terms`` has the logarithms of the costs, with one row for each of the three results. The limits are
-    rounded outwards.
-    """
+    """Return the lower limit, value and upper limit, rounded outwards, from log costs with a row for each."""
     logs = logsumexp(terms, axis=1) / p
     slack = [(64 + 4 * abs(log)) * EPSILON if np.isfinite(log) else 0.0 for log in logs]
     return [math.exp(log + sign * one) for log, one, sign in zip(logs, slack, (-1, 0, 1), strict=True)]
@@ -173,10 +161,7 @@ def _roots(terms: Float[ndarray, "3 k"], p: float) -> list[float]:
 def _groups(
     mu: DiscreteMeasure, nu: DiscreteMeasure, tolerance: float
 ) -> tuple[Int[ndarray, " n"], Int[ndarray, " m"]]:
-    """Return for each atom of two measures the index of its position in the list of distinct positions.
-
-    Positions are numbered in increasing order, with the same numbers for both measures.
-    """
+    """Return the index of each atom's position among the distinct positions, in increasing order."""
     sides = [_positions(measure) for measure in (mu, nu)]
     every = np.concatenate(sides)
     order = np.argsort(every, kind="stable")
@@ -204,7 +189,6 @@ def _log_masses(logs: ndarray, group: ndarray) -> ndarray:
 
 
 def _members(group: ndarray, count: int) -> list[ndarray]:
-    """Return for each position the indices of the atoms at this position."""
     order = np.argsort(group, kind="stable")
     return np.split(order, np.searchsorted(group[order], np.arange(1, count)))
 
@@ -233,9 +217,3 @@ def _positions(measure: DiscreteMeasure) -> ndarray:
     assert measure.positions is not None
     positions: ndarray = measure.positions.detach().cpu().numpy()
     return positions
-
-
-def _check_tolerance(name: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ArgumentError(name, expected="a finite number >= 0", got=repr(value))
-    return float(value)

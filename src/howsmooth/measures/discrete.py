@@ -124,9 +124,7 @@ class DiscreteMeasure(AbstractMeasure):
 
     @property
     def weights(self) -> Float[Tensor, " n"]:
-        """The weights of the atoms in float64, where weights below about 1e-308 lose digits or
-        become zero.
-        """
+        """The weights of the atoms in float64. Weights below about 1e-308 lose digits or become zero."""
         return self.log_weights.exp()
 
     @property
@@ -149,9 +147,7 @@ class DiscreteMeasure(AbstractMeasure):
     def to(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> DiscreteMeasure:
-        """Return the measure with its atoms in another dtype or on another device; the weights stay in
-        float64.
-        """
+        """Return the measure with atoms in another dtype or on another device; weights stay in float64."""
         weighting = self._weighting().to(device=device)
         return self._rebuilt(self.points.to(dtype=dtype, device=device), weighting)
 
@@ -209,11 +205,7 @@ class DiscreteMeasure(AbstractMeasure):
         return self._rebuilt(points, Weighting(largest + totals.log(), positions))
 
     def _groups(self, tolerance: float) -> tuple[Int[Tensor, " n"], int]:
-        """Return for each atom the index of the group of atoms with which it will be merged, and the number
-        of groups.
-
-        Groups are numbered in the order of their first atoms.
-        """
+        """Return each atom's group to be merged, numbered by first atoms, and the number of groups."""
         points = self.points.detach().double().cpu()
         if self.positions is not None:
             # The position becomes one more coordinate, scaled so that different positions are further apart
@@ -242,7 +234,6 @@ class DiscreteMeasure(AbstractMeasure):
 
 
 def _first_members(group: Int[Tensor, " n"], count: int) -> Int[Tensor, " groups"]:
-    """Return the index of the first atom of each group of atoms that will be merged."""
     order = torch.arange(len(group), device=group.device)
     return torch.full((count,), len(group), device=group.device).scatter_reduce(0, group, order, "amin")
 
@@ -270,9 +261,6 @@ def _check_points(points: object, name: str = "points") -> Tensor:
 
 
 def _check_vector(name: str, value: object, points: Tensor) -> Tensor:
-    """Return ``value`` after checking that it is a tensor with one finite number for each atom of a
-    measure.
-    """
     n = points.shape[0]
     if not isinstance(value, Tensor):
         raise ArgumentError(

@@ -8,10 +8,10 @@ import math
 from dataclasses import dataclass
 
 from howsmooth.attention.map import AbstractMeasure
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, check_number, check_whole
 from howsmooth.measures.discrete import DiscreteMeasure
 
-__all__ = ["Options", "check_discrete", "check_order", "check_positive", "check_same_space"]
+__all__ = ["Options", "check_discrete", "check_order", "check_same_space"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Options:
                 "method", expected="'auto', 'exact', 'entropic', '1d' or 'bures'", got=repr(method)
             )
         if regularisation is not None:
-            regularisation = check_positive("regularisation", regularisation)
+            regularisation = check_number("regularisation", regularisation)
             if method != "entropic":
                 raise ArgumentError(
                     "regularisation",
@@ -44,12 +44,11 @@ class Options:
                 )
         if rtol is None:
             rtol = 1e-2 if method == "entropic" else 1e-6
-        if not isinstance(max_iterations, int) or isinstance(max_iterations, bool) or max_iterations < 1:
-            raise ArgumentError("max_iterations", expected="an integer >= 1", got=repr(max_iterations))
+        steps = check_whole("max_iterations", max_iterations)
         if not isinstance(gradient, bool):
             raise ArgumentError("gradient", expected="True or False", got=repr(gradient))
-        rtol = check_positive("rtol", rtol)
-        return cls(str(method), regularisation, rtol, max_iterations, gradient)
+        rtol = check_number("rtol", rtol)
+        return cls(str(method), regularisation, rtol, steps, gradient)
 
     def narrow(self, lower: float, upper: float, noise: float) -> bool:
         """Return True if the interval of a distance is as narrow as requested, or if the distance is not
@@ -59,12 +58,8 @@ class Options:
 
 
 def check_order(p: object) -> float:
-    """Return the order p of a Wasserstein distance as a float after checking that it is a finite number of at
-    least 1.
-    """
-    if not isinstance(p, int | float) or isinstance(p, bool) or not 1 <= p < math.inf:
-        raise ArgumentError("p", expected="a finite order >= 1", got=repr(p))
-    return float(p)
+    """Return the order p of a Wasserstein distance as a float after checking that it is finite and >= 1."""
+    return check_number("p", p, "a finite order >= 1", lambda order: 1 <= order < math.inf)
 
 
 def check_discrete(name: str, measure: object) -> DiscreteMeasure:
@@ -85,10 +80,3 @@ def check_same_space(mu: AbstractMeasure, nu: AbstractMeasure) -> None:
             expected=f"a measure of dimension {mu.d} on {mu.device}, as mu",
             got=f"dimension {nu.d} on {nu.device}",
         )
-
-
-def check_positive(name: str, value: object) -> float:
-    """Return ``value`` as a float after checking that it is a finite number above zero."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ArgumentError(name, expected="a finite number > 0", got=repr(value))
-    return float(value)

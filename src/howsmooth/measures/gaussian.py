@@ -12,7 +12,7 @@ from torch import Tensor
 from howsmooth.attention import Compose, L2Attention, LayerScale, Residual, SelfAttention, TokenMap
 from howsmooth.attention.atom_weights import Weighting
 from howsmooth.attention.map import AbstractMeasure, check_measure
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, check_whole
 from howsmooth.measures.discrete import DiscreteMeasure, check_numbers
 from howsmooth.seeds import torch_seed
 
@@ -98,12 +98,11 @@ class Gaussian(AbstractMeasure):
             If n is not an integer >= 1, or the seed is not an integer.
 
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ArgumentError("n", expected="a whole number >= 1", got=repr(n))
+        count = check_whole("n", n)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ArgumentError("seed", expected="a whole number", got=repr(seed))
         generator = torch.Generator().manual_seed(torch_seed(seed))
-        drawn = torch.randn(n, self.d, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(count, self.d, generator=generator, dtype=torch.float64)
         values, vectors = torch.linalg.eigh(self.covariance.double())
         # The symmetric square root is unique, so the sample does not depend on the choice of eigenvectors.
         root = (vectors * values.clamp_min(0).sqrt()) @ vectors.mT
@@ -251,9 +250,7 @@ def _tensor(name: str, value: object, axes: int) -> Tensor:
 
 
 def _covariance(sigma: Tensor) -> Tensor:
-    """Check that a matrix is symmetric and positive semidefinite up to rounding, and return it exactly
-    symmetric.
-    """
+    """Check that a matrix is a covariance matrix up to rounding, and return it exactly symmetric."""
     allowed = _ROUNDINGS * sigma.shape[0] * torch.finfo(sigma.dtype).eps
     skew = float((sigma - sigma.mT).detach().abs().max())
     if skew > allowed * float(sigma.detach().abs().max()):

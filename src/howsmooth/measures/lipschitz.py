@@ -155,11 +155,7 @@ def wasserstein_lipschitz(
 
 
 def _largest(f: TokenMap, x: Tensor, weighting: Weighting) -> tuple[float, int, Tensor]:
-    """Find the atom of a measure at which the derivative of the mean-field map has the largest norm.
-
-    The results are max_i ‖D Γ_μ(x_i)‖, the atom i where it is attained, and the leading right singular vector
-    of D Γ_μ(x_i).
-    """
+    """Return max_i ‖D Γ_μ(x_i)‖, the atom that attains it, and the leading right singular vector there."""
     best, atom, direction, first = -1.0, 0, x.new_zeros(f.d), 0
     for block in frozen_derivatives(f, x, weighting):
         sizes, order = torch.linalg.matrix_norm(block).sort(descending=True)

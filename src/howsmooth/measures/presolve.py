@@ -195,9 +195,7 @@ def in_units(scaled: float, exponent: int) -> float:
 
 
 def _exponent(size: float) -> int:
-    """Return the exponent of the smallest power of two that is at least ``size``, or zero if ``size`` is
-    zero.
-    """
+    """Return the exponent of the least power of two that is at least ``size``, or zero for size zero."""
     mantissa, exponent = math.frexp(size)
     return exponent - (mantissa == 0.5) if size > 0 else 0
 

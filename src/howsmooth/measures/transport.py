@@ -70,9 +70,7 @@ class Transport:
 
     @property
     def remedy(self) -> str:
-        """Advice on what to do if the interval of the distance is too wide, or an empty string if it is
-        narrow enough.
-        """
+        """Advice on what to do if the interval is too wide, or an empty string if it is narrow enough."""
         if self.converged:
             return ""
         advice = {
@@ -215,7 +213,6 @@ def transport_of(
 
 
 def _of_gaussians(mu: Gaussian, nu: Gaussian, p: float, options: Options) -> Transport:
-    """Compute the Wasserstein distance W_2 between two Gaussians by the formula of the Bures distance."""
     if options.method not in ("auto", "bures"):
         raise ArgumentError("method", expected="'auto' or 'bures' for Gaussians", got=repr(options.method))
     if p != 2:
@@ -319,9 +316,6 @@ def _by_log_weights(
 
 
 def _attach(value: Tensor, argument: Tensor, gradient: ndarray) -> Tensor:
-    """Return the number ``value`` as a tensor whose derivative with respect to the tensor ``argument`` is
-    ``gradient``.
-    """
     if not argument.requires_grad:
         return value
     slope = torch.as_tensor(gradient, dtype=torch.float64, device=argument.device)

@@ -179,17 +179,13 @@ class TransportProblem:
 
 
 def _shares(wanted: ndarray, carried: ndarray) -> ndarray:
-    """Return one factor <= 1 for each row (or column) of a transport plan. The factor scales down a row that
-    moves more mass than ``wanted``.
-    """
+    """Return factors <= 1 that scale down rows (or columns) which move more mass than ``wanted``."""
     shares: ndarray = np.minimum(1.0, wanted / np.maximum(carried, TINY))
     return shares
 
 
 def _corner(left: ndarray, right: ndarray) -> TransportPlan:
-    """Return a transport plan from the masses ``left`` to the masses ``right``, constructed by the north-west
-    corner rule.
-    """
+    """Return a transport plan between the given masses, constructed by the north-west corner rule."""
     # Both marginals are laid out as intervals on one line. Each overlap of a left and a right interval
     # becomes one entry.
     rows, columns = np.flatnonzero(left), np.flatnonzero(right)

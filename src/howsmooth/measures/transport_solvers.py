@@ -123,9 +123,7 @@ def _width(solution: Solution) -> float:
 
 
 def _tighter(one: Solution | None, other: Solution) -> Solution:
-    """Combine two solutions of one transport problem: the plan with the lower cost and the potentials with
-    the higher value.
-    """
+    """Combine the plan with the lower cost and the potentials with the higher value."""
     if one is None:
         return other
     above = one if one.above <= other.above else other

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, TypedDict
 
@@ -10,12 +9,12 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.bound import check_length as check_whole_length
-from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError, reason
+from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError, check_number, reason
 from howsmooth.rounding import spectral_norm_above
 
 __all__ = [
-    "Placement", "check", "check_ball", "check_layer_input", "check_length", "check_number",
-    "check_placement", "check_size", "look", "norm_above", "refuse_where", "require",
+    "Placement", "check", "check_ball", "check_layer_input", "check_length", "check_placement", "look",
+    "norm_above", "refuse_where", "require",
 ]  # fmt: skip
 
 # A radius of zero is replaced by this one, because formulas divide by the radius or take its logarithm.
@@ -45,32 +44,10 @@ def check_length(length: object) -> int:
     return n
 
 
-def check_number(
-    argument: str,
-    value: object,
-    expected: str = "a finite number > 0",
-    good: Callable[[float], bool] = lambda number: 0 < number < math.inf,
-) -> float:
-    """Return ``value`` as a float after checking that it is a number for which ``good`` is true."""
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    check(not isinstance(value, bool | str) and good(number), argument, expected, repr(value))
-    return number
-
-
 def check_ball(radius: object) -> float:
     """Return the radius of a ball after checking that it is >= 0 or infinite. Zero becomes a tiny number."""
     expected = "a number >= 0, the largest norm of a token, or math.inf for all tokens"
     return max(check_number("radius", radius, expected, lambda number: number >= 0), _SMALLEST)
-
-
-def check_size(argument: str, value: object, *, least: int = 1) -> int:
-    """Return ``value`` after checking that it is an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ArgumentError(argument, expected=f"a whole number >= {least}", got=repr(value))
-    return value
 
 
 class Placement(TypedDict, total=False):

@@ -85,7 +85,7 @@ def _check_shared_weights(model: nn.Module, attention: list[LipschitzAttention])
 
 
 def _plain(module: nn.Module, path: str, seen: dict[nn.Module, nn.Module], radii: Radii) -> nn.Module:
-    """Return the plain module that replaces ``module``. All its occurrences in the model get the same one."""
+    """Return what replaces ``module``, the same one for all its occurrences in the model."""
     if module in seen:
         return seen[module]
     plain: nn.Module
@@ -143,7 +143,6 @@ def _norm(norm: LipschitzLayerNorm | LipschitzRMSNorm) -> nn.Module:
 
 
 def _unparametrized(module: nn.Module) -> nn.Module:
-    """Replace parametrized tensors of a module by their current values."""
     if parametrize.is_parametrized(module):
         values = {name: getattr(module, name).clone() for name in module.parametrizations}  # type: ignore[union-attr]
         # PyTorch's remove_parametrizations would change the class, which the copy shares with the model.

@@ -32,7 +32,7 @@ from howsmooth.study.records import plain_rows
 from howsmooth.threads import with_fastest_threads
 from howsmooth.words import readable, visible_token
 
-__all__ = ["WordRadii", "word_radii"]
+__all__ = ["WordRadii", "keep_row", "kept_rows", "word_radii"]
 
 _SHOWN = 10
 _LOST = "Most is lost at the part of the model whose approximation makes the radius smaller the most."
@@ -210,8 +210,8 @@ def word_radii(
         A classifier as for :func:`howsmooth.bounds.robust_radius`, a model of
         :func:`~howsmooth.models.load_model`, or the name or folder of one.
     inputs
-        A text, which gets the tokenizer's special tokens; token ids (n,) or (1, n); embedded tokens (n, d);
-        or a dict of the model's inputs for one sequence.
+        A text, which gets the tokenizer's special tokens; token ids (n,) or (1, n), for a model that takes
+        ``input_ids``; embedded tokens (n, d); or a dict of the model's inputs for one sequence.
     positions
         Which tokens move, counted from 0: an index, a range such as ``"1:3"`` (both ends included), or a list
         of these; -1 is the last. By default all.
@@ -245,7 +245,7 @@ def word_radii(
     ArgumentError, ModelError
         As for :func:`howsmooth.profile`.
     CertificateError
-        If a module of the model has no remainder; the message names it.
+        If the model performs an operation that belongs to no layer of a network; the message names it.
 
     """
     if order not in (2, 3):
@@ -260,17 +260,16 @@ def word_radii(
     at = NetworkAtInput(given.module, {"input_ids": found} if ids else found)
     origin = given.origin() | {"computed": "float64"}
     chosen = Ranges.parse("all" if positions is None else positions, "positions")
-    moved = chosen.resolve(len(at.x), origin["model"], "tokens")
+    moved = at.reads if positions is None else chosen.resolve(len(at.x), origin["model"], "tokens")
     how: dict[str, Any] = {"norm": norm, "target": target, "threshold": threshold, "attack": attack}
     how["seed"] = seed
     options = how | {"target": target.tolist() if isinstance(target, Tensor) else target}
-    digest = hashlib.sha256(at.x.numpy().tobytes()).hexdigest()
     # The proof is of the network as it was read; the rest is said beside the radii.
-    read = [at.network.digest(), origin["fingerprint"], digest]
+    read = [at.digest(), origin["fingerprint"]]
     content = [version("howsmooth"), read, options, moved if jointly else None]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     file = None if file is None else Path(file)
-    kept = _kept(file, key)
+    kept = {(row["position"], row["order"]): row for row in kept_rows(file, key)}
 
     def radius(position: int | None, of_order: int, guess: float) -> float:
         row = kept.get((position, of_order))
@@ -278,10 +277,7 @@ def word_radii(
             tokens, on_step = (moved, told) if position is None else (position, None)
             row = _row(at.radius(tokens, order=of_order, guess=guess, on_step=on_step, **how), position)
             kept[position, row["order"]] = row
-            if file is not None:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                with file.open("a", encoding="utf-8") as lines:
-                    lines.write(f"\n{json.dumps({'key': key, **row})}\n")
+            keep_row(file, key, row)
         return float(row["radius"])
 
     every = [None] if jointly else moved
@@ -335,13 +331,21 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
     return row | {"lost_at": max(found.losses, key=found.losses.__getitem__), "seconds": found.seconds}
 
 
-def _kept(file: Path | None, key: str) -> dict[tuple[int | None, int], dict[str, Any]]:
-    """Read the rows with the given key from a file, by position and order of the expansion."""
-    rows = {}
+def kept_rows(file: Path | None, key: str) -> list[dict[str, Any]]:
+    """Read the rows with the given key from a file."""
+    rows = []
     lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
     for line in lines:
         with suppress(ValueError):  # a line that was cut when the program was killed
             row = json.loads(line)
             if row.pop("key") == key:
-                rows[row["position"], row["order"]] = row
+                rows.append(row)
     return rows
+
+
+def keep_row(file: Path | None, key: str, row: Mapping[str, Any]) -> None:
+    """Add a finished row to a file under a key."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(f"\n{json.dumps({'key': key, **row})}\n")

@@ -1,29 +1,12 @@
-"""Bounds on rounding errors in float64: units, spectral norms, and tensors that carry their errors.
+"""Bounds on rounding errors in float64: directed rounding, spectral norms, tensors that carry their errors.
 
-``units`` has the constants and what moves a number past its errors, ``spectral_norms`` proved norms.
+``directed_rounding`` moves numbers past their errors, ``spectral_norms`` has proved norms.
 Tensors of ``rounded_tensor`` and ``entry_bounds`` carry bounds on their own errors, and
 ``digits`` prints limits rounded outwards.
 """
 
 from howsmooth.rounding.digits import COLUMNS_IN_DIGITS, interval_in_digits, limit_in_digits
-from howsmooth.rounding.entry_bounds import along_entries, entries_of, known_to
-from howsmooth.rounding.rounded_tensor import MissingRuleError, Rounded, exact, plain, settled
-from howsmooth.rounding.spectral_norms import (
-    Enclosed,
-    MatrixNorms,
-    Triangles,
-    absolute_norms_above,
-    largest_eigenvalues_above,
-    largest_eigenvalues_by_squaring,
-    product_norms_above,
-    shrink,
-    spectral_norm_above,
-    spectral_norm_below,
-    spectral_norms,
-    spectral_norms_above,
-    with_gradient,
-)
-from howsmooth.rounding.units import (
+from howsmooth.rounding.directed_rounding import (
     INFLATION,
     LARGEST,
     LEAST_DIVISOR,
@@ -40,6 +23,23 @@ from howsmooth.rounding.units import (
     product_and_error,
     times,
     up,
+)
+from howsmooth.rounding.entry_bounds import along_entries, entries_of, known_to
+from howsmooth.rounding.rounded_tensor import MissingRuleError, Rounded, exact, plain, settled
+from howsmooth.rounding.spectral_norms import (
+    Enclosed,
+    MatrixNorms,
+    Triangles,
+    absolute_norms_above,
+    largest_eigenvalues_above,
+    largest_eigenvalues_by_squaring,
+    product_norms_above,
+    shrink,
+    spectral_norm_above,
+    spectral_norm_below,
+    spectral_norms,
+    spectral_norms_above,
+    with_gradient,
 )
 
 __all__ = [

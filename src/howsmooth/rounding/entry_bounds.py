@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from howsmooth.rounding.directed_rounding import UNDERFLOW, U, gamma, up
 from howsmooth.rounding.rounded_tensor import (
     ELEMENTARY,
     FUZZ,
@@ -27,7 +28,6 @@ from howsmooth.rounding.rounded_tensor import (
     frobenius_above,
     plain,
 )
-from howsmooth.rounding.units import UNDERFLOW, U, gamma, up
 
 __all__ = ["RoundedEntries", "along_entries", "entries_of", "known_to"]
 
@@ -46,7 +46,6 @@ class RoundedEntries(Rounded):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute the result of a PyTorch operation, with bounds on the rounding errors of its entries."""
         operands = args[0] if args and isinstance(args[0], list | tuple) else args
         known = all(isinstance(x, RoundedEntries) or not isinstance(x, Rounded) for x in operands)
         return compute(RULES | _RULES if known else RULES, func, args, kwargs)
@@ -76,7 +75,7 @@ def along_entries(function: Callable[[Tensor], Tensor], slope: float, x: Tensor)
 
 
 def _errors(operand: Any) -> tuple[Tensor, Tensor, float]:
-    """Return an operand's numbers with bounds on their absolute errors, and one on their relative errors."""
+    """Return the numbers of an operand, bounds on their absolute errors, and one on their relative errors."""
     if isinstance(operand, RoundedEntries):
         return plain(operand), operand.entries, 0.0
     value = operand.double() if isinstance(operand, Tensor) else torch.tensor(operand, dtype=torch.float64)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from howsmooth.rounding.units import LOST, STEP, UNDERFLOW, U, above, gamma
+from howsmooth.rounding.directed_rounding import LOST, STEP, UNDERFLOW, U, above, gamma
 
 __all__ = [
     "ELEMENTARY", "FUZZ", "RULES", "VIEWS", "MissingRuleError", "Rounded", "along", "compute", "exact",
@@ -69,14 +69,13 @@ class Rounded(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute the result of a PyTorch operation, with a bound on its rounding error."""
         return compute(RULES, func, args, kwargs)
 
 
 def compute(
     rules: Mapping[str, Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Any:
-    """Compute a PyTorch operation by the rule with its name; an attribute counts as an operation."""
+    """Compute a PyTorch operation, or read an attribute, by the rule of its name in ``rules``."""
     name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
     rule = rules.get(name)
     if rule is None:
@@ -119,9 +118,7 @@ def along(function: Callable[[Tensor], Tensor], slope: float, x: Tensor) -> Tens
 
 
 def settled(value: Tensor) -> tuple[Tensor, float]:
-    """Return the computed numbers of a tensor and the bound on their error, which is zero for a
-    plain tensor.
-    """
+    """Return the computed numbers of a tensor and the bound on their error, zero for a plain tensor."""
     return plain(value), value.error if isinstance(value, Rounded) else 0.0
 
 
@@ -177,9 +174,6 @@ def frobenius_above(value: Tensor) -> float:
 
 
 def _measures(operand: Any) -> tuple[float, float]:
-    """Return bounds on the Frobenius norm and on the error of an operand, which may be a rounded or a plain
-    tensor.
-    """
     if isinstance(operand, Rounded):
         return operand.frobenius, operand.error
     size = frobenius_above(operand.double()) if isinstance(operand, Tensor) else abs(operand)
@@ -187,9 +181,7 @@ def _measures(operand: Any) -> tuple[float, float]:
 
 
 def _peak(operand: Any) -> float:
-    """Return a bound on the largest absolute entry of an operand; the bound is coarse for large rounded
-    tensors.
-    """
+    """Return a bound on the largest absolute entry of an operand, coarse for large rounded tensors."""
     if isinstance(operand, Rounded):
         small = operand._peak is not None or operand.numel() <= _SMALL
         return operand.peak if small else operand.frobenius
@@ -205,9 +197,7 @@ def _copies(operand: Any, entries: int) -> float:
 
 
 def _view(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply an operation that only moves, repeats or drops entries of a tensor, and bound the error of the
-    result.
-    """
+    """Apply an operation that only moves, repeats or drops entries, and bound the error of the result."""
     found = func(x, *args, **kwargs)
     if isinstance(found, tuple | list):
         return [_entries_of(x, made(part, x.error)) for part in found]
@@ -269,7 +259,6 @@ def _add(func: Any, x: Any, y: Any) -> Any:
 
 
 def _inplace_add(func: Any, x: Any, y: Any) -> Any:
-    """Add y to x in place if x is a rounded tensor, and otherwise return the sum as a new tensor."""
     return _add(torch.Tensor.add_ if isinstance(x, Rounded) else torch.add, x, y)
 
 
@@ -438,22 +427,18 @@ def _masked(func: Any, x: Any, mask: Any, value: Any) -> Any:
 
 
 def _lengths(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return upper bounds on the norms of the exact vectors that a tensor with an error bound approximates.
-    The result is a tensor without error bound.
-    """
+    """Bound the norms of the exact vectors by a plain tensor."""
     more = x.error * STEP + LOST * math.sqrt(x.numel())
     found: Tensor = func(plain(x), *args, **kwargs) * STEP + more
     return found
 
 
 def _amax(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return upper bounds, as a plain tensor, on the exact maxima of a rounded tensor along an axis."""
     found: Tensor = func(plain(x), *args, **kwargs) + x.error * STEP
     return found
 
 
 def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return a property of a rounded tensor, such as its shape, from the plain tensor that it contains."""
     return func(*map(_bare, args), **kwargs)
 
 

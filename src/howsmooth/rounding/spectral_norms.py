@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from howsmooth.rounding.directed_rounding import LOST, TINY, U, above, below, gamma, up
 from howsmooth.rounding.eigenvalue_estimates import largest_eigenvalue_estimates
-from howsmooth.rounding.units import LOST, TINY, U, above, below, gamma, up
 
 __all__ = [
     "Enclosed", "MatrixNorms", "Triangles", "absolute_norms_above", "largest_eigenvalues_above",
@@ -211,7 +211,8 @@ class Triangles(NamedTuple):
         return Triangles(*(part[index] for part in self))
 
     def product_norms(self, other: Triangles, between: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return upper bounds on the norms of the products A M Bᵀ, and their leading singular vectors.
+        """Return upper bounds on the norms of the products A M Bᵀ, with the products' leading singular
+        vectors.
 
         ``self`` stands for A, ``other`` for B, and ``between`` (*batch, k, l) for M, by default the identity.
         """
@@ -252,15 +253,12 @@ def product_norms_above(
 
 
 def with_gradient(bounds: Tensor, linear: Tensor) -> Tensor:
-    """Return ``bounds`` with the gradient of ``linear``; the two have the same values up to rounding."""
+    """Return the values of ``bounds`` with the gradient of ``linear``, which has nearly the same values."""
     return bounds + (linear - linear.detach()) if linear.requires_grad else bounds
 
 
 def _last_eigenvector(gram: Float[Tensor, "k k"]) -> Float[Tensor, "k"]:
-    """Return an eigenvector for the largest eigenvalue of a Gram matrix, faster than ``eigh``.
-
-    The method is inverse iteration.
-    """
+    """Return an eigenvector for the largest eigenvalue by inverse iteration, faster than ``eigh``."""
     largest = torch.linalg.eigvalsh(gram)[-1]
     shift = torch.where(largest > 0, largest * (1 + 4 * len(gram) * torch.finfo(gram.dtype).eps), 1.0)
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
@@ -421,9 +419,7 @@ def _place(matrices: Tensor) -> object:
 
 
 def absolute_norms_above(matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
-    """Return √(‖W‖₁ ‖W‖_∞), rounded up, for each matrix W. It is an upper bound on the spectral norm of
-    |W|.
-    """
+    """Return √(‖W‖₁ ‖W‖_∞), rounded up, for each matrix W: an upper bound on the spectral norm of |W|."""
     size = matrices.abs()
     found: Tensor = size.sum(dim=-1).amax(dim=-1).sqrt() * size.sum(dim=-2).amax(dim=-1).sqrt()
     return above(found, size.shape[-2] + size.shape[-1])

@@ -27,9 +27,7 @@ def pieces(size: int, device: torch.device) -> list[slice]:
 
 
 def split(x: Float[Tensor, "rows size"]) -> list[Float[Tensor, "rows piece"]]:
-    """Divide a matrix into blocks of columns that are small enough to be converted to float64 one
-    at a time.
-    """
+    """Divide a matrix into blocks of columns, small enough to be converted to float64 one at a time."""
     return [x[:, piece] for piece in pieces(x.shape[1], x.device)]
 
 
@@ -45,8 +43,6 @@ def row_lengths(x: Float[Tensor, "rows size"]) -> Float[Tensor, " rows"]:
 
 
 def inner(x: Float[Tensor, "rows size"], y: Float[Tensor, "rows size"]) -> Float[Tensor, " rows"]:
-    """Return the inner product of each row of the matrix x with the corresponding row of the matrix y, in
-    float64.
-    """
+    """Return the inner product of each row of x with the corresponding row of y, summed in float64."""
     parts = [torch.linalg.vecdot(a.double(), b.double()) for a, b in zip(split(x), split(y), strict=True)]
     return torch.stack(parts).sum(dim=0)

@@ -153,12 +153,10 @@ class CheckedByAdjoint(CheckedProducts):
 
 
 def _norms(t: Tensor) -> Tensor:
-    """Return the Frobenius norm of each member of a batch, as a tensor on the CPU."""
     norms: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1).cpu()
     return norms
 
 
 def _unit(t: Tensor) -> Tensor:
-    """Divide each member of a batch by its Frobenius norm, and leave zeros unchanged."""
     length = torch.linalg.vector_norm(t.flatten(1), dim=1).view(-1, *(1,) * (t.ndim - 1))
     return torch.where(length > 0, t / length, t)

@@ -92,9 +92,7 @@ class Basis:
             self.taken = self.taken[members.cpu()]
 
     def _kept(self, block: Tensor, first: int, members: Tensor) -> Tensor:
-        """Copy a block of basis vectors for some maps of the batch. Its first row is basis vector number
-        ``first``; rows that later steps will fill are not copied.
-        """
+        """Copy a block for some maps from vector ``first`` on, without rows still to be filled."""
         kept = block.new_empty(len(block), len(members), block.shape[2])
         filled = slice(self.count - first)
         torch.index_select(block[filled], 1, members, out=kept[filled])
@@ -159,18 +157,11 @@ class Basis:
 
     @staticmethod
     def _one_by_one(z: Tensor) -> bool:
-        """Return True if the vectors ``z`` (..., member, size) are projected on the basis one by one, and
-        False if several are projected in one call.
-
-        On devices other than a CPU all vectors are projected in one call, because starting an operation takes
-        long there.
-        """
+        """Whether vectors (..., member, size) are projected singly; other devices start operations slowly."""
         return _is_long(z) and z.shape[-2] < _MANY
 
     def _together(self, z: Tensor) -> list[slice]:
-        """Divide the maps of the batch into groups. The vectors of one group are projected on the basis in
-        one call.
-        """
+        """Divide the maps of the batch into groups whose vectors are projected on the basis in one call."""
         size = len(z)
         if self._one_by_one(z):
             size = 1
@@ -179,9 +170,7 @@ class Basis:
         return [slice(i, i + size) for i in range(0, len(z), size)]
 
     def _pieces_of_sums(self, z: Tensor) -> tuple[torch.dtype, list[slice]]:
-        """Divide the columns of ``z`` into pieces for long inner products. Return the dtype in which each
-        piece is summed, and the pieces; sums of pieces are added in float64.
-        """
+        """Return the dtype in which each piece of columns is summed, and the pieces. They add in float64."""
         size = z.shape[1]
         if size <= PIECE:
             return self.working, [slice(size)]
@@ -191,11 +180,7 @@ class Basis:
         return self.working, [slice(low, low + _SHORT) for low in range(0, size, _SHORT)]
 
     def _subtract_projection_(self, z: Tensor, count: int, more: Tensor | None) -> None:
-        """Subtract from each row of ``z`` (member, size), in place, its projection on the first ``count``
-        basis vectors of the same map.
-
-        If ``more`` is given, only rows for which it is True are changed.
-        """
+        """Subtract in place each row's projection on the first ``count`` vectors, where ``more`` if given."""
         if not count:
             return
         groups, some = self._together(z), pieces(z.shape[1], z.device)
@@ -224,10 +209,7 @@ class Basis:
                     _subtract_(x[:, piece], part, weights[rows])
 
     def _parts(self, members: slice, piece: slice, count: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the first ``count`` basis vectors block by block, converted to the dtype of the computation.
-
-        The blocks hold some maps of the batch and some columns.
-        """
+        """Yield blocks of the first ``count`` vectors, some maps and columns, in the computation's dtype."""
         first = 0
         for block, columns in zip(self.blocks, self._columns, strict=True):
             last = min(first + len(block), count)
@@ -242,10 +224,7 @@ class Basis:
 
 
 def _by_member(rows: Tensor, z: Tensor) -> Tensor:
-    """Return the inner products of the vector of each map with all basis vectors of the same map.
-
-    Rows have shape (step, member, size), vectors (member, size), and the result (step, member).
-    """
+    """Map (step, member, size) and (member, size) to the inner products (step, member)."""
     if len(z) == 1:  # a product of a matrix and a vector is faster than a batch of one
         return torch.mv(rows[:, 0], z[0])[:, None]
     if _is_long(z):
@@ -254,11 +233,7 @@ def _by_member(rows: Tensor, z: Tensor) -> Tensor:
 
 
 def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
-    """Subtract from the vector of each map a linear combination of its basis vectors, in place.
-
-    The combination Σ_k weights_k row_k has weights (step, member) and rows (step, member, size); the vectors
-    z have shape (member, size).
-    """
+    """Subtract Σ_k weights_k row_k in place; rows (step, member, size), weights (step, member)."""
     if len(z) == 1:
         z[0].addmv_(rows[:, 0].mT, weights[:, 0], alpha=-1)
     elif _is_long(z):
@@ -269,7 +244,5 @@ def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
 
 
 def _is_long(z: Tensor) -> bool:
-    """Return True if the vectors ``z`` (..., size) are on a CPU and so long that one operation for each
-    vector is faster there than one batched product.
-    """
+    """Whether one operation a vector is faster, on a CPU, than one batched product."""
     return z.device.type == "cpu" and z.shape[-1] >= _ONE_BY_ONE

@@ -226,11 +226,9 @@ class _Run:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the Lanczos run of some map has not ended."""
         return bool(self._running.any())
 
     def ask(self) -> tuple[LinearOperator, Tensor]:
-        """Return the operator of the next Lanczos step, and the vectors v_k that it must multiply."""
         assert self._z is not None
         # v_k is written over z, because a further vector may not fit in memory.
         self._v, self._z = self._z.mul_(inverse(self._gamma).to(self._z.dtype)[:, None]), None
@@ -238,7 +236,6 @@ class _Run:
         return self._operator, self._v.view(-1, *self._operator.in_shape)
 
     def take(self, answers: list[tuple[Tensor, Tensor]]) -> None:
-        """Carry out a Lanczos step with the first |J v_k|² and JᵀJ v_k in ``answers``, and remove them."""
         # No other name may keep the product alive while the next vector is made: memory is short.
         alpha, z = answers.pop(0)
         z = z.reshape(len(z), -1)
@@ -257,9 +254,7 @@ class _Run:
         self._end_members(*entries.numpy())
 
     def _scaled(self, energy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Return |J v|² and JᵀJ v of the first step. Maps J are multiplied by powers of two before if their
-        squares leave the range of the dtype.
-        """
+        """Answer the first step; maps whose squares leave the dtype are first scaled by powers of two."""
         # Lengths of J v in this range say that no number of the recurrence leaves it.
         if bool(((energy >= 2.0**-40) & (energy <= 2.0**40)).all()):
             return energy, z
@@ -276,9 +271,7 @@ class _Run:
         return squared_lengths(w.flatten(1)), self._all.adjoint_product(w).reshape(z.shape)
 
     def _end_members(self, alpha: np.ndarray, gamma: np.ndarray) -> None:
-        """Compute the intervals of the running members from row k of T. For members that end, write the Ritz
-        vectors, and drop the members from the batch if they are many.
-        """
+        """Bound members by row k of T, write the Ritz vectors of those that end, and drop them if many."""
         members, k, active = self._members, self._k, self._active
         members.diagonal[active, k - 1], members.off[active, k - 1] = alpha, gamma
         places = np.flatnonzero(self._running)
@@ -307,7 +300,6 @@ class _Run:
             self._active, self._running = active[self._running], self._running[self._running]
 
     def result(self) -> LeadingTriplet:
-        """Return the singular values and vectors of all maps of the batch, after the last step."""
         # These hold more than four vectors; free them before the left directions are made.
         self._z = None
         self._v = self._before = self._right[:0]
@@ -328,9 +320,7 @@ class _Run:
     def _triplet(
         self, lengths: Float[Tensor, " member"] | None, right: Tensor, left: Tensor
     ) -> LeadingTriplet:
-        """Return the result for singular vectors ``right`` and ``left``, with intervals for the maps before
-        they were scaled. ``lengths`` are the norms |J v|, or None if other products give the value.
-        """
+        """Undo the scaling. ``lengths`` are |J v|, or None if other products give the value."""
         limits, members = self._members.limits(self._all, lengths), self._members
         if self._powers:
             limits = unscaled(limits, self._powers.total, right.dtype)
@@ -347,9 +337,7 @@ class _Run:
         )
 
     def _checked(self, operator: CheckedProducts, found: LeadingTriplet) -> LeadingTriplet:
-        """Check singular values ``found`` in float32 by an operator's float64 products. Members whose
-        interval becomes too wide are measured again with these products.
-        """
+        """Check float32 values by float64 products; measure members that become too wide again with these."""
         gram = self._gram
         if gram is not None:
             # In float64, because float32 has no number for the square of a small J
@@ -375,25 +363,11 @@ class _Run:
 
 
 class _Members:
-    """The state of a Lanczos run for each map J in a batch: tridiagonal matrix, interval for ‖J‖, and whether
-    the run has ended.
+    """The tridiagonal matrix and the interval of each map J in a batch, and whether its run has ended.
 
-    Rounding is treated in one of two ways. If the operator has proved bounds on the errors of its products
-    (``operator.proved``), the interval contains ‖J‖ with all rounding errors included. Otherwise an estimate
-    of the relative error of the products widens the interval on both sides, and entries of T_k below this
-    error count as zero.
-
-    Parameters
-    ----------
-    operator, settings
-        The arguments of the run.
-    dtype
-        The dtype of the basis.
-    in_sizes
-        The dimension of each member's input space.
-    steps_allowed
-        The number of steps after which all members end.
-
+    If the operator has proved bounds on the errors of its products (``operator.proved``), the interval
+    contains ‖J‖ with all rounding. Otherwise an estimate of the relative error of the products widens it on
+    both sides, and entries of T_k below this error count as zero.
     """
 
     def __init__(
@@ -427,12 +401,7 @@ class _Members:
         self.converged, self.broke_down = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
 
     def bound(self, some: Int[np.ndarray, " some"], k: int, taken: Float[np.ndarray, " some"] | None) -> None:
-        """Compute the largest singular values of some maps after Lanczos step k, with upper limits, and
-        decide which intervals are narrow enough.
-
-        ``taken`` bounds the sum of squares of the components that reorthogonalisation has subtracted from the
-        vectors of each member. The proof of the rounding errors needs it.
-        """
+        """``taken`` bounds the squares that reorthogonalisation subtracted, for the proof of the rounding."""
         a, b = self.diagonal[some, :k], self.off[some, :k]
         complete = self._in_sizes[some] == k  # the Krylov space is the whole space
         if self.proved is None or taken is None:
@@ -453,29 +422,19 @@ class _Members:
         self.converged[some] = width <= self._rtol * self.sigma[some]
 
     def finished(self, some: Int[np.ndarray, " some"], k: int) -> Bool[np.ndarray, " some"]:
-        """Decide for each map whose index is in ``some`` whether its Lanczos run ends at step ``k``. The
-        result is True where it ends.
-
-        A run ends when it has converged or broken down, or has no steps left; its number of steps is stored.
-        """
+        """Return True where a run has converged or broken down, or has no steps left."""
         done: np.ndarray = self.converged[some] | self.broke_down[some] | (k == self._steps_allowed)
         self.steps[some[done]] = k
         return done
 
     def ritz_vectors(self, some: Int[np.ndarray, " some"], k: int) -> Float[np.ndarray, "some k"]:
-        """Return the leading eigenvector of the tridiagonal matrix for each map in ``some``. Its entries are
-        the coefficients of the map's singular vector in the Krylov basis.
-        """
+        """Return the coefficients of the singular vectors in the Krylov basis."""
         return np.stack([_leading_vector(self.diagonal[member, :k], self.off[member, :k]) for member in some])
 
     def limits(
         self, operator: LinearOperator, lengths: Float[Tensor, " member"] | None
     ) -> Float[np.ndarray, "3 member"]:
-        """Return the largest singular value of each map with its lower and upper limit, after the last step.
-
-        The argument ``lengths`` has the norms |J v| of unit vectors v, or is None if the caller computes them
-        with more digits.
-        """
+        """Return values and limits. ``lengths`` are |J v|, or None if computed with more digits."""
         if self.proved is None or lengths is None:
             return np.stack((self.sigma, self.sigma * (1 - self.slack), self.upper))
         # |J v| of a unit vector v is a proved lower limit, whatever the recurrence did before.
@@ -492,11 +451,7 @@ def _proved_limits(
     taken: Float[np.ndarray, " member"],
     rtol: float,
 ) -> tuple[Float[np.ndarray, " member"], Float[np.ndarray, " member"], Bool[np.ndarray, " member"]]:
-    """Return for each map J of a batch the largest Ritz value, and an upper limit of ‖JᵀJ‖ that also covers
-    rounding errors.
-
-    The third value says for which maps rounding decides the limit.
-    """
+    """Return the Ritz value, a limit of ‖JᵀJ‖ with all rounding, and whether rounding decides it."""
     found = []
     with np.errstate(over="ignore"):  # Where products are nothing but rounding errors, there is no limit.
         for a, b, x, error, lost in zip(diagonal, off, quantile, errors, taken, strict=True):
@@ -516,11 +471,7 @@ def _limits(
     level: Float[np.ndarray, " member"],
     complete: Bool[np.ndarray, " member"],
 ) -> tuple[Float[np.ndarray, " member"], Float[np.ndarray, " member"]]:
-    """Return for each map J of a batch the largest Ritz value and an upper limit of the largest eigenvalue of
-    JᵀJ.
-
-    The limit is that of :func:`~howsmooth.spectral.probabilistic_upper_limits.a_posteriori_upper`.
-    """
+    """Return the Ritz value and its limit by ``a_posteriori_upper``."""
     # Scaled to entries near one, so that products and squares stay in range.
     largest = np.maximum(diagonal.max(axis=1), off[:, :-1].max(axis=1, initial=0.0))
     unit = np.where(largest == 0.0, 1.0, largest)[:, None]
@@ -536,10 +487,7 @@ def _limits(
 def _leading_vector(
     diagonal: Float[np.ndarray, " k"], off: Float[np.ndarray, " k"]
 ) -> Float[np.ndarray, " k"]:
-    """Return the eigenvector of a symmetric tridiagonal matrix for its largest eigenvalue.
-
-    The last entry of ``off`` is not part of the matrix.
-    """
+    """Return the leading eigenvector of a tridiagonal matrix; the last entry of ``off`` is outside."""
     unit, last = max(diagonal.max(), off[:-1].max(initial=0.0)) or 1.0, len(diagonal) - 1
     _, vectors = linalg.eigh_tridiagonal(
         diagonal / unit, off[:-1] / unit, select="i", select_range=(last, last)
@@ -549,7 +497,6 @@ def _leading_vector(
 
 
 def _basis_form(operator: LinearOperator, settings: _Settings) -> tuple[torch.dtype, int]:
-    """Return the dtype of the Krylov basis, and the number of basis vectors that fit into memory."""
     dtype, memory = settings.basis_dtype, settings.basis_bytes
     if dtype not in (None, operator.dtype, torch.float32, torch.float16):
         raise ArgumentError(

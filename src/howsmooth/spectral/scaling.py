@@ -133,7 +133,7 @@ def unscaled(
     limits: Float[np.ndarray, "3 batch"], exponents: Int[np.ndarray, "..."], dtype: torch.dtype
 ) -> Float[np.ndarray, "3 batch"]:
     """Convert singular values of scaled maps, with their lower and upper limits, to those of the maps
-    themselves. They are the rows of ``limits``, and are divided by 2 to the power of ``exponents``.
+    themselves. Each row of ``limits`` is divided by 2 to the power of ``exponents``.
 
     The limits are widened by what numbers below the smallest normal one lose, such as the weights that make
     so small a map. Each of them errs by half of the smallest positive number; the width is 2^14 times as much
@@ -167,9 +167,7 @@ def times_power(t: Tensor, exponents: _Exponents) -> Tensor:
 
 
 def _before(product: _Product, vectors: Tensor, made: Tensor) -> tuple[_Exponents, Tensor]:
-    """Choose powers of two by which ``vectors`` are multiplied before a product. Return their exponents and
-    the new product; ``made`` is the product without them.
-    """
+    """Scale ``vectors`` by powers of two. Return the exponents and the product; ``made`` is unscaled."""
     reach = _binary_exponents(vectors.dtype) * 3 // 4
     sizes = _sizes(made)
     wanted = -out_of_range(made)
@@ -204,9 +202,7 @@ def _sizes(t: Tensor) -> np.ndarray:
 
 
 def _ordinary(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the smallest and the largest size of J v, for unit vectors v, at which neither JᵀJ v in the
-    dtype nor its squared length in float64 loses digits.
-    """
+    """Return the range of |J v| in which neither JᵀJ v nor its squared length loses digits."""
     limit = 2.0 ** (_binary_exponents(dtype) // (4 if dtype == torch.float32 else 8))
     return 1.0 / limit, limit
 

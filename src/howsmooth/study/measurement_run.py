@@ -92,7 +92,8 @@ def _most_bytes(plan: Plan) -> float:
     """Bound the bytes of the first model's weights by the size of its files; infinity without files."""
     first = plan.models[0]
     folder = builtin_folder(first.name) if first.name in BUILTIN_MODELS else Path(first.name).expanduser()
-    size = 0 if first.random_init else sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    files = [] if first.random_init or not os.path.isdir(folder) else folder.glob("*.safetensors")  # noqa: PTH112
+    size = sum(file.stat().st_size for file in files)
     # A file stores each number in at least two bytes.
     return size * getattr(torch, plan.dtype).itemsize / 2 or math.inf
 

@@ -56,8 +56,8 @@ def test_activations_have_the_stated_derivatives_and_suprema(name: str) -> None:
     activation = ACTIVATIONS[name]
     z = torch.linspace(-6, 6, 97, dtype=torch.float64)
     width = torch.rand(97, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
-    suprema = {3: activation.largest_third, 4: activation.largest_fourth, 5: activation.largest_fifth}
-    stated = (activation.value, activation.first, activation.second, activation.third, activation.fourth)
+    suprema = dict(enumerate(activation.largest, start=3))
+    stated = activation.derivatives
     for order, function in enumerate(stated, start=1):
 
         def slope(z: Tensor, function: Callable[[Tensor], Tensor] = function) -> Tensor:
@@ -80,8 +80,7 @@ def test_the_derivatives_have_no_other_zeros(name: str, order: int) -> None:
     iv.dps = 30
     slope = iv.mpf(1) / 2 if name == "silu" else iv.sqrt(2 / iv.pi)
     cubic = iv.mpf(0) if name == "silu" else slope * iv.mpf("0.044715")
-    largest = (ACTIVATIONS[name].largest_third, ACTIVATIONS[name].largest_fourth)
-    largest = (*largest, ACTIVATIONS[name].largest_fifth)[order - 4]
+    largest = ACTIVATIONS[name].largest[order - 4]
     zeros = [z for z in largest.__closure__[0].cell_contents if z >= 0]  # type: ignore[attr-defined]
 
     def scaled(z, order: int, y=None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +18,7 @@ import howsmooth as hs
 from howsmooth.errors import CaptureError
 from howsmooth.jacobian.closed_form import has_closed_form
 from tests._cases import dense_jacobian, tokens
+from tests._selection import others_slow
 from tests._tiny_models import VOCABULARY, token_ids
 
 D, N = 12, 5
@@ -212,8 +214,13 @@ def test_layouts(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(site.map(h), oracle(layer, h), rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["gate", "two numbers"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    others_slow(
+        itertools.product(["gate", "two numbers"], [torch.float32, torch.float64]),
+        [("gate", torch.float64), ("two numbers", torch.float32)],
+    ),
+)
 def test_numbers_are_found_at_any_tokens(name: str, dtype: torch.dtype) -> None:
     """What is fitted must be as exact as the sum itself, on every processor."""
     run, layout, _ = _made(name)

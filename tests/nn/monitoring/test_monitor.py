@@ -6,12 +6,10 @@ import copy
 import itertools
 import json
 import math
-import subprocess
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +32,8 @@ from howsmooth.nn import (
     SoftmaxAttention,
 )
 from howsmooth.nn.monitoring import measurement
-from tests._monitored_training import PROBES, WAYS, Restless, gpt2
+from tests._forked import all_done
+from tests._monitored_training import PROBES, WAYS, Restless, gpt2, train_in_all_ways
 from tests._selection import others_slow
 from tests._tiny_models import WithoutDowncast, sublayer, tiny, token_ids
 
@@ -42,7 +41,7 @@ from tests._tiny_models import WithoutDowncast, sublayer, tiny, token_ids
 def norm(f: Callable[[Tensor], Tensor], x: Tensor) -> float:
     """‖D_x f‖ of one sequence (n, d), from the whole matrix in float64."""
     with WithoutDowncast():
-        jacobian = torch.autograd.functional.jacobian(lambda y: f(y[None])[0], x, vectorize=False)
+        jacobian = torch.autograd.functional.jacobian(lambda y: f(y[None])[0], x, vectorize=True)
     return float(torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2))
 
 
@@ -430,12 +429,9 @@ def test_every_kind_of_layer_is_measured(kind: type[LipschitzAttention], missing
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``tests._monitored_training`` prints."""
-    program = [sys.executable, "-m", "tests._monitored_training", str(tmp_path_factory.mktemp("trainer"))]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(program, capture_output=True, text=True, cwd=root, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    folder = tmp_path_factory.mktemp("trainer")
+    assert all_done([partial(train_in_all_ways, folder)])
+    return dict(json.loads((folder / "found.json").read_text()))
 
 
 @pytest.mark.parametrize("way", WAYS[1:])

@@ -15,7 +15,6 @@ import pytest
 
 from howsmooth.cli import main
 from howsmooth.errors import ArgumentError, CaptureError
-from howsmooth.paper.published_code import ITEMS
 from howsmooth.paper.published_code import constants_task as published_task
 from howsmooth.paper.published_code.constants_task import published_left
 from howsmooth.study.exponents import compare
@@ -36,31 +35,33 @@ from tests._study import (
 
 # ---- of a real model
 
-SMALL = [
-    "measure", "builtin-encoder", "--as-decoder", "--layers", "0", "--lengths", "2,4,8", "--samples", "2",
-    "--text", "prose.txt", "--bounds", "none", "--as-published",
-]  # fmt: skip
 # Short, since most of the time of a small run goes into a long text.
 PROSE = "A map is smooth if what it gives moves no faster than what it takes, and that is measured. " * 12
 
 
 @pytest.fixture(scope="module")
-def in_a_folder_with_prose(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """A command line without items, typed where its text is."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "prose.txt").write_text(PROSE)
     with contextlib.chdir(folder):
-        yield
+        words = (
+            "measure builtin-encoder --layers 0 --lengths 2,4,8 --samples 2 --text prose.txt --bounds none"
+        )
+        yield words.split()
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, in_a_folder_with_prose: None) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory, command: list[str]) -> Path:
     folder = tmp_path_factory.mktemp("published")
-    assert main([*SMALL, "all", "-q", "--out", str(folder)]) == 0
+    words = ["--as-decoder", "--as-published", "all", "-q", "--out", str(folder)]
+    assert main([*command, *words]) == 0
     return folder
 
 
 def test_every_quantity_of_every_sequence_is_there(made: Path) -> None:
-    rows = contents_of(made).published
+    contents = contents_of(made)
+    rows = contents.published
     names = ["corrected", "only output", "only block", "only unmasked", "only stopping", "as published"]
     assert list(rows["quantity"][:6]) == names
     assert len(rows) == 6 * 3 * 2
@@ -73,25 +74,22 @@ def test_every_quantity_of_every_sequence_is_there(made: Path) -> None:
     assert bool((corrected["lower"] <= corrected["lipschitz"]).all())
     assert corrected["map"].str.contains("causal").all()
     assert last["map"].str.contains("unmasked").all()
-
-
-def test_the_corrected_quantity_is_that_of_the_study(made: Path) -> None:
-    contents = contents_of(made)
-    places = ["layer", "n", "sample"]
-    corrected = contents.published[contents.published["quantity"] == "corrected"]
-    both = corrected.merge(contents.measurements, on=places)
+    # The corrected quantity is that of the study.
+    both = corrected.merge(contents.measurements, on=["layer", "n", "sample"])
     assert len(both) == len(contents.measurements) == 6
     np.testing.assert_allclose(both["lipschitz_x"], both["lipschitz_y"], rtol=1e-12)
-    assert (both["seed_x"] == both["seed_y"]).all()
-    assert (both["start_x"] == both["start_y"]).all()
+    for name in ("seed", "start"):
+        assert (both[f"{name}_x"] == both[f"{name}_y"]).all()
+    # With one item, it alone is what is published.
+    assert quantities(("output",)) == {"corrected": (), "as published": ("output",)}
 
 
 def test_exponents_are_fitted_and_shown_and_the_same_command_repeats_nothing(
-    made: Path, capsys: pytest.CaptureFixture[str]
+    made: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (made / "published.csv").read_bytes()
     capsys.readouterr()
-    assert main([*SMALL, "all", "--out", str(made)]) == 0
+    assert main([*command, "--as-decoder", "--as-published", "all", "--out", str(made)]) == 0
     out = capsys.readouterr().out
     assert "only unmasked" in out
     assert "0 measurements made" in out
@@ -108,39 +106,19 @@ def test_exponents_are_fitted_and_shown_and_the_same_command_repeats_nothing(
     ratio = np.median(mine["lipschitz"].to_numpy() / corrected["lipschitz"].to_numpy())
     assert line["ratio"] == pytest.approx(ratio, rel=1e-9)
     assert table.loc["corrected", "ratio"] == 1
-
-
-def test_the_file_holds_the_rows_of_the_store(made: Path) -> None:
+    # The file holds the rows of the store.
     empty = {"lower": [""], "upper": [""]}
-    rows = pd.read_csv(made / "published.csv", keep_default_na=False, na_values=empty)
-    assert list(rows.columns) == list(PublishedValue.columns())
-    pd.testing.assert_frame_equal(
-        rows, contents_of(made).published.drop(columns="run"), rtol=1e-15, check_dtype=False
-    )
+    written = pd.read_csv(made / "published.csv", keep_default_na=False, na_values=empty)
+    assert list(written.columns) == list(PublishedValue.columns())
+    pd.testing.assert_frame_equal(written, rows.drop(columns="run"), rtol=1e-15, check_dtype=False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--as-published", "tangent"], "expected all, or some of output, block"),
-        (["--as-published", "dropout,unmasked"], "'unmasked': it is not an encoder run as a decoder"),
-        (["--as-published", "all", "--scope", "block"], "expected the scope attention among the scopes"),
-    ],
-)
 def test_refusals_before_anything_is_measured(
-    arguments: list[str],
-    words: str,
-    tmp_path: Path,
-    in_a_folder_with_prose: None,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out"
-    command = ["measure", "builtin-encoder", "--lengths", "2,4", "--samples", "1", "--text", "prose.txt"]
-    assert main([*command, *arguments, "--out", str(out)]) == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("error: ")
-    assert words in last
-    assert not out.exists()
+    assert main([*command, "--as-published", "dropout,unmasked", "--out", str(tmp_path / "out")]) == 2
+    assert "'unmasked': it is not an encoder run as a decoder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 # ---- what is compared
@@ -164,15 +142,6 @@ def test_unconverged_constants_are_not_fitted_and_published_values_are() -> None
     table = compare(pd.DataFrame(rows)[list(PublishedValue.columns())]).set_index("quantity")
     assert table["slope"].to_dict() == pytest.approx({"corrected": 0.5, "as published": 1.0})
     assert table["n_points"].to_dict() == {"corrected": 3, "as published": 4}
-
-
-def test_one_item_is_not_measured_twice() -> None:
-    assert quantities(("output",)) == {"corrected": (), "as published": ("output",)}
-    assert list(quantities(tuple(ITEMS))) == [
-        "corrected",
-        *(f"only {item}" for item in ITEMS),
-        "as published",
-    ]
 
 
 # ---- on the runner, with stand-ins: three layers, three lengths, five samples, and by default two items
@@ -201,17 +170,9 @@ def go(folder: Path, items: list[str] | None = None, **options: Any) -> Any:
 TOTAL = 3 * 3 * 5 * 4
 
 
-def test_published_values_are_of_the_sequences_of_the_constants(stand_ins: None, tmp_path: Path) -> None:
-    run(make_plan(lengths=(2, 16), bounds="none"), tmp_path, make_tools()[0])
-    assert go(tmp_path, lengths=(4, 16))[:2] == (2 * 3 * 5 * 4, 0)
-    contents = contents_of(tmp_path)
-    both = contents.published.merge(contents.measurements, on=["model", "text", "layer", "n", "sample"])
-    assert set(both["n"]) == {4, 16}
-    assert (both["start_x"] == both["start_y"]).all()
-
-
 def test_items_added_later_measure_only_what_is_missing(stand_ins: None, tmp_path: Path) -> None:
-    go(tmp_path, ["output"])
+    run(make_plan(lengths=(2, 16), bounds="none"), tmp_path, make_tools()[0])
+    go(tmp_path, ["output"], lengths=(4, 16))
     seen: list[tuple[str, ...]] = []
 
     def see(one: Any, items: tuple[str, ...], found: Any) -> Any:
@@ -219,11 +180,16 @@ def test_items_added_later_measure_only_what_is_missing(stand_ins: None, tmp_pat
         return found
 
     with changed(see):
-        made, kept, _ = go(tmp_path, ["output", "stopping"])
+        made, kept, _ = go(tmp_path, ["output", "stopping"], lengths=(4, 16))
     # The corrected ones were there; "as published" with one item is another quantity than with two.
-    assert (made, kept) == (3 * 3 * 5 * 3, 3 * 3 * 5)
+    assert (made, kept) == (2 * 3 * 5 * 3, 2 * 3 * 5)
     assert set(seen) == {("output",), ("stopping",), ("output", "stopping")}
-    assert len(published_of(tmp_path)) == 3 * 3 * 5 * 5
+    assert len(published_of(tmp_path)) == 2 * 3 * 5 * 5
+    # They are of the sequences of the constants.
+    contents = contents_of(tmp_path)
+    both = contents.published.merge(contents.measurements, on=["model", "text", "layer", "n", "sample"])
+    assert set(both["n"]) == {4, 16}
+    assert (both["start_x"] == both["start_y"]).all()
 
 
 def test_what_fails_is_recorded_and_made_good(stand_ins: None, tmp_path: Path) -> None:
@@ -278,25 +244,12 @@ def test_a_plan_file_asks_for_published_values_too(
 ) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text(
-        'models = "small"\ntexts = "prose"\nlengths = [2, 4]\nsamples = 1\nbounds = "none"\n'
+        'models = "small"\ntexts = "prose"\nlengths = [2, 4]\nsamples = 1\nbounds = "none"\nlayers = 0\n'
         'scopes = ["attention", "head"]\nheads = 1\nas_published = ["output", "stopping"]\nout = "out"\n'
     )
-
-    def typed(*words: str) -> str:
-        capsys.readouterr()
+    for counts in ({"made": 8, "kept": 0, "in_store": 8}, {"made": 0, "kept": 8, "in_store": 8}):
         with installed(make_tools()[0]):
-            assert main(["measure", "--plan", str(plan), *words]) == 0
-        return capsys.readouterr().out
-
-    out = typed()
-    assert "12 measurements made" in out
-    assert "24 published values" in out
-    assert (tmp_path / "out" / "published-exponents.csv").exists()
-    found = json.loads(typed("--json"))
-    check_documented("measure", found)
-    counts = {name: found["published"][name] for name in ("made", "kept", "in_store")}
-    assert counts == {"made": 0, "kept": 24, "in_store": 24}
-    assert found["measurements"]["made"] == 0
-    # Other items are other values.
-    plan.write_text(plan.read_text().replace('["output", "stopping"]', '"stopping"'))
-    assert json.loads(typed("--json"))["published"]["made"] == 6
+            assert main(["measure", "--plan", str(plan), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        check_documented("measure", found)
+        assert {name: found["published"][name] for name in counts} == counts

@@ -17,25 +17,16 @@ from howsmooth.bounds.catalogue import CATALOGUE
 from howsmooth.study.tasks import bounds
 from howsmooth.study.tasks.bounds import bound_site
 from tests._selection import others_slow
-from tests._study import Heard, contents_of, make_plan, make_tools, run
+from tests._study import contents_of, make_plan, make_tools, run
 from tests._tiny_models import tiny
 
 
-def test_the_first_sample_of_every_length_and_attention_is_bounded(tmp_path: Path) -> None:
-    tools, work = make_tools()
-    lengths = (2, 3, 4, 5, 8)
-    heard = Heard()
-    plan = make_plan(scopes=("attention", "head", "block", "residual"), lengths=lengths)
-    outcome = run(plan, tmp_path, tools, listener=heard)
-    assert (outcome.made["bounds"], outcome.kept["bounds"]) == (45, 0)
-    contents = contents_of(tmp_path)
-    table = contents.bounds
-    assert len(work.bounded) == len(set(work.bounded)) == 5 * (3 + 6)
-    assert len(table) == 2 * len(work.bounded)
-    assert set(table["n"]) == set(lengths)
-    assert set(table["sample"]) == {0}
-    assert set(table["scope"]) == {"attention", "head"}
-    assert set(table["radius"]) == {7.5}
+def test_the_first_sample_of_every_length_and_attention_is_bounded(study: Any) -> None:
+    assert (study.outcome.made["bounds"], study.outcome.kept["bounds"]) == (27, 0)
+    table, bounded = study.contents.bounds, study.work.bounded
+    assert len(bounded) == len(set(bounded)) == 3 * (3 + 6)
+    assert len(table) == 2 * len(bounded)
+    assert (set(table["sample"]), set(table["radius"])) == ({0}, {7.5})
     above = table[table["name"] == "above"]
     assert above["holds"].all()
     assert (above["value"] == 1000.0 * (1 + above["layer"])).all()
@@ -43,86 +34,68 @@ def test_the_first_sample_of_every_length_and_attention_is_bounded(tmp_path: Pat
     assert dear["value"].isna().all()
     assert set(dear["source"]) == {"needs more"}
     starts = {(row.n, row.start) for row in table.itertuples()}
-    rows = contents.measurements.query("sample == 0")
+    rows = study.contents.measurements.query("sample == 0")
     assert starts <= {(row.n, row.start) for row in rows.itertuples()}
-    assert starts == {(n, first) for _, _, _, n, first in work.bounded}
-    assert heard.phases[-1] == "Computing 45 tables of bounds"
-    assert heard.told[-1][2].endswith(", bounds")
-    assert heard.told[-1][0] == pytest.approx(heard.told[-1][1])
-
-
-def test_bounds_are_added_once_and_can_be_left_out(tmp_path: Path) -> None:
-    tools, work = make_tools()
-    run(make_plan(bounds="none"), tmp_path, tools)
-    assert contents_of(tmp_path).bounds.empty
-    outcome = run(make_plan(), tmp_path, tools)
-    assert (outcome.measured, outcome.there, outcome.made["bounds"]) == (0, 45, 9)
-    before = contents_of(tmp_path)
-    assert len(before.bounds) == 2 * 9
-    assert len(before.runs) == 2
-    work.bounded.clear()
-    outcome = run(make_plan(), tmp_path, tools)
-    assert (work.bounded, outcome.made["bounds"], outcome.kept["bounds"]) == ([], 0, 9)
-    run(make_plan(lengths=(2, 4, 8, 16, 32)), tmp_path, tools)
-    assert {n for *_, n, _ in work.bounded} == {16, 32}
-    after = contents_of(tmp_path).bounds
-    kept = after[after["n"] < 16].reset_index(drop=True)
-    pd.testing.assert_frame_equal(kept, before.bounds)
+    assert starts == {(n, first) for _, _, _, n, first in bounded}
+    assert study.heard.phases[-1] == "Computing 27 tables of bounds"
+    done, total, words = study.heard.told[-1]
+    assert words.endswith(", bounds")
+    assert done == pytest.approx(total)
 
 
 def test_bounds_that_fail_are_recorded_and_tried_again(tmp_path: Path) -> None:
-    tools, _ = make_tools()
+    tools, work = make_tools()
 
     def bound(site: Any, *, dear: bool) -> Any:
         if site.layer == 1:
             raise MemoryError("No room.")
         return tools.bound(site, dear=dear)
 
-    # Without keep_going too: the measurements are there, and can be reported.
-    outcome = run(make_plan(), tmp_path, replace(tools, bound=bound))
-    assert (outcome.measured, outcome.failed, outcome.first_failure) == (45, 3, "No room.")
-    failures = contents_of(tmp_path).failures
-    assert set(failures["what"]) == {"bounds"}
-    assert failures["n"].tolist() == [2, 4, 8]
-    assert set(failures["layer"]) == {1}
-    assert failures["error"].tolist() == ["No room."] * 3
-    assert run(make_plan(), tmp_path, tools, keep_going=True).failed == 0
-    contents = contents_of(tmp_path)
-    assert contents.failures.empty
-    assert len(contents.bounds) == 18
-
-
-def test_what_was_not_measured_is_not_bounded(tmp_path: Path) -> None:
-    tools, work = make_tools()
-
     def measure(function: Any, x: torch.Tensor, **options: Any) -> Any:
-        if function.layer == 1:
+        if function.layer == 2:
             raise MemoryError("No room.")
         return tools.measure(function, x, **options)
 
-    outcome = run(make_plan(), tmp_path, replace(tools, measure=measure), keep_going=True)
+    # Without keep_going too: the measurements are there, and can be reported.
+    outcome = run(make_plan(), tmp_path / "a", replace(tools, bound=bound))
+    assert (outcome.measured, outcome.failed, outcome.first_failure) == (45, 3, "No room.")
+    failures = contents_of(tmp_path / "a").failures
+    assert failures[["what", "layer", "n"]].to_numpy().tolist() == [["bounds", 1, n] for n in (2, 4, 8)]
+    assert run(make_plan(), tmp_path / "a", tools, keep_going=True).failed == 0
+    contents = contents_of(tmp_path / "a")
+    assert contents.failures.empty
+    assert len(contents.bounds) == 18
+    # What was not measured is not bounded.
+    work.bounded.clear()
+    outcome = run(make_plan(), tmp_path / "b", replace(tools, measure=measure), keep_going=True)
     assert (outcome.measured, outcome.failed) == (30, 15)
-    assert {layer for _, layer, *_ in work.bounded} == {0, 2}
-    assert set(contents_of(tmp_path).failures["what"]) == {"measurements"}
+    assert {layer for _, layer, *_ in work.bounded} == {0, 1}
+    assert set(contents_of(tmp_path / "b").failures["what"]) == {"measurements"}
 
 
-def test_by_default_the_dear_bounds_are_left_out_everywhere_and_added_later(tmp_path: Path) -> None:
+def test_the_dear_bounds_are_added_later_and_each_once(tmp_path: Path) -> None:
     tools, work = make_tools()
 
     def dear() -> list[str]:
         table = contents_of(tmp_path).bounds
         return sorted(set(table[table["name"] == "dear"]["source"]))
 
-    outcome = run(make_plan(bounds="auto"), tmp_path, tools)
-    assert (outcome.made["bounds"], len(contents_of(tmp_path).bounds), dear()) == (9, 18, [bounds.LEFT_OUT])
-    assert run(make_plan(bounds="auto"), tmp_path, tools).kept["bounds"] == 9
-    outcome = run(make_plan(bounds="all"), tmp_path, tools)
-    assert (outcome.made["bounds"], len(contents_of(tmp_path).bounds), dear()) == (9, 18, ["needs more"])
+    def of(choice: str, **changes: Any) -> tuple[int, int, int]:
+        outcome = run(make_plan(bounds=choice, **changes), tmp_path, tools)
+        return outcome.made["bounds"], outcome.kept["bounds"], len(contents_of(tmp_path).bounds)
+
+    assert of("none") == (0, 0, 0)
+    assert (of("auto"), dear()) == ((9, 0, 18), [bounds.LEFT_OUT])
+    assert of("auto") == (0, 9, 18)
+    assert (of("all"), dear()) == ((9, 0, 18), ["needs more"])
+    before = contents_of(tmp_path).bounds
     work.bounded.clear()
-    for choice in ("auto", "all", "none"):
-        outcome = run(make_plan(bounds=choice), tmp_path, tools)
-        assert (outcome.made["bounds"], outcome.kept["bounds"]) == (0, 0 if choice == "none" else 9)
+    assert [of(choice) for choice in ("auto", "all", "none")] == [(0, 9, 18), (0, 9, 18), (0, 0, 18)]
     assert not work.bounded
+    of("all", lengths=(2, 4, 8, 16, 32))
+    assert {n for *_, n, _ in work.bounded} == {16, 32}
+    after = contents_of(tmp_path).bounds
+    pd.testing.assert_frame_equal(after[after["n"] < 16].reset_index(drop=True), before)
 
 
 # ---- which

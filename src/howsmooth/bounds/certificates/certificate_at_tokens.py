@@ -14,11 +14,11 @@ from howsmooth.attention.map import check_tokens
 from howsmooth.attention.theorem_preconditions import require_formula, require_plain_scores
 from howsmooth.bounds.attention_parameters import Head, Parameters, SiteLike, as_matrix
 from howsmooth.bounds.bound import Bound, Quantity
+from howsmooth.bounds.certificates.formed_jacobian import by_whole, is_small
 from howsmooth.bounds.certificates.parts import by_parts
 from howsmooth.bounds.certificates.rounded_attention import HeadsAt, heads_at
 from howsmooth.bounds.certificates.rows import by_rows
-from howsmooth.bounds.certificates.whole import by_whole, is_small
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, check_whole
 from howsmooth.rounding import Enclosed, above, limit_in_digits, spectral_norm_above, up
 
 __all__ = ["ASSUMPTIONS", "Certificate", "certificate", "checked_input", "forms", "sharpest_certificate"]
@@ -127,8 +127,7 @@ def certificate(attention: object, X: object = None, *, iterations: int = 30) ->
 
     """
     f, x = checked_input(attention, X)
-    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
-        raise ArgumentError("iterations", expected="a whole number >= 0", got=repr(iterations))
+    check_whole("iterations", iterations, least=0)
     return sharpest_certificate(f, x, iterations=iterations)
 
 
@@ -191,11 +190,7 @@ def checked_input(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
 
 
 def _self_attention(heads: Head | Parameters) -> SelfAttention:
-    """Convert heads in the paper's notation into a SelfAttention with the same scores and values.
-
-    The scores are ⟨A x_i + b, x_j⟩. Query and key matrices are the factors of A. One more key row b with
-    query bias 1 adds ⟨b, x_j⟩.
-    """
+    """Factors of A become queries and keys; one more key row b with query bias 1 adds ⟨b, x_j⟩."""
     if isinstance(heads, Head):
         heads = Parameters((heads,), (torch.eye(heads.V.shape[0], dtype=torch.float64),), "none", None)
     ranks = [head.left.shape[1] + 1 for head in heads.heads]

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.products import FORMED, Groups, dominated, sandwich
+from howsmooth.bounds.certificates.eigenvalue_bounds import FORMED, Groups, dominated, sandwich
 from howsmooth.bounds.certificates.rounded_attention import HeadsAt, row_blocks
 from howsmooth.rounding import Enclosed, above, gamma, shrink, spectral_norms, up
 from howsmooth.rounding.eigenvalue_estimates import largest_eigenpairs
@@ -250,7 +250,6 @@ def _diagonal_guesses(
 
 
 def _scaled(parts: Sequence[Tensor]) -> tuple[Tensor, float]:
-    """Divide tensors by their largest absolute entry and stack them in float32. Also return this entry."""
     size = max(float(t.abs().amax()) for t in parts) or 1.0
     return torch.stack([(t / size).float() for t in parts]), size
 

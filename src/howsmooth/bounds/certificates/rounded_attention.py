@@ -49,54 +49,29 @@ _BLOCK = 1 << 18  # number of entries in a block of rows, which fit into a cache
 
 @dataclass(frozen=True, eq=False)
 class HeadAt:
-    """One attention head at given tokens, in float64: attention weights, values, queries and projection
-    matrices.
+    """One attention head at given tokens, in float64."""
 
-    Attributes
-    ----------
-    P
-        Attention weights.
-    moving
-        M: the attention weights times the derivative of the soft cap; without a cap the weights themselves.
-    v, o
-        Values v_j and their averages o_i = Σ_j P_ij v_j, for the scaled V, and for centred tokens if there
-        are no sinks.
-    q
-        Queries q_i after norm, rotary positions and the scale s.
-    turns
-        The derivatives T_j of norm and rotary positions of the keys; None where they are the identity.
-    F
-        The factors F_i of the diagonal blocks F_i Q.
-    V, K, Q
-        The projection matrices without rounding error; V is divided by a power of two.
-    error
-        Upper bound on ‖J − J̃‖.
-
-    """
-
-    P: Float[Tensor, "n n"]
-    moving: Float[Tensor, "n n"]
-    v: Float[Tensor, "n value_dim"]
-    o: Float[Tensor, "n value_dim"]
-    q: Float[Tensor, "n key_dim"]
+    P: Float[Tensor, "n n"]  # the attention weights
+    moving: Float[Tensor, "n n"]  # M, the weights times the derivative of the soft cap, if there is one
+    v: Float[Tensor, "n value_dim"]  # values for the scaled V, of centred tokens if there are no sinks
+    o: Float[Tensor, "n value_dim"]  # their averages o_i = Σ_j P_ij v_j
+    q: Float[Tensor, "n key_dim"]  # queries after norm, rotary positions and the scale s
+    # The derivatives T_j of norm and rotary positions of the keys; None where they are the identity.
     turns: Float[Tensor, "n key_dim key_dim"] | None
-    F: Float[Tensor, "n value_dim key_dim"]
+    F: Float[Tensor, "n value_dim key_dim"]  # the factors F_i of the diagonal blocks F_i Q
+    # The projection matrices without rounding error; V is divided by a power of two.
     V: Float[Tensor, "value_dim d"]
     K: Float[Tensor, "key_dim d"]
     Q: Float[Tensor, "key_dim d"]
-    error: float
+    error: float  # an upper bound on ‖J − J̃‖
 
     @property
     def turn_norm(self) -> float:
-        """An upper bound on ‖T_j‖ for all keys j, which also holds for the entrywise absolute values of T_j.
-        T_j is the derivative of the norm layer and the rotary positions that are applied to key j.
-        """
+        """An upper bound on ‖T_j‖ for all keys j, which also holds for the absolute values of its entries."""
         return 1.0 if self.turns is None else float(absolute_norms_above(self.turns).amax())
 
     def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
-        """Return T_jᵀ g_j T_j for given matrices g_j, one for each key j. T_j is the derivative of the norm
-        layer and the rotary positions that are applied to key j.
-        """
+        """Return T_jᵀ g_j T_j for given matrices g_j, one for each key j."""
         return g if self.turns is None else self.turns.mT @ g @ self.turns
 
 
@@ -161,10 +136,7 @@ def heads_at(f: SelfAttention, x: Float[Tensor, "n d"], norm: LayerNorm | RMSNor
 
 
 def _scaled(t: Tensor) -> tuple[Tensor, int]:
-    """Scale a tensor by a power of two so that its largest entry lies in [1/2, 1).
-
-    The results are the scaled tensor and the exponent.
-    """
+    """Return the tensor times a power of two, with largest entry in [1/2, 1), and the exponent."""
     largest = float(t.abs().amax())
     if largest == 0:
         return t, 0
@@ -271,9 +243,7 @@ def _head_at(
 def _weights(
     f: SelfAttention, h: int, scores: Float[Tensor, "n n"], visible: Bool[Tensor, "n n"]
 ) -> tuple[Float[Tensor, "n n"], Float[Tensor, "n n"]]:
-    """Return the attention weights for scaled scores, and the attention weights multiplied by the derivative
-    of the soft cap.
-    """
+    """Return the weights, and the weights times the derivative of the soft cap."""
     slope, count = None, len(visible)
     if f.softcap is not None:
         scores = scores / f.softcap
@@ -292,24 +262,12 @@ def _weights(
 
 @dataclass(frozen=True, eq=False)
 class _Projected:
-    """The queries, keys or values of a head and their derivatives with respect to the tokens, with bounds on
-    the rounding errors of both.
+    """The queries, keys or values of a head and their derivatives, with bounds on rounding errors."""
 
-    Attributes
-    ----------
-    t
-        The vectors R_i N(W x_i + b).
-    turns
-        Derivatives of R_i N at W x_i + b, as rounded; None where they are the identity.
-    slope, slope_error
-        Bounds on the norms of the exact and rounded derivatives, and on how far they are apart.
-
-    """
-
-    t: Float[Tensor, "n k"]
-    turns: Float[Tensor, "n k k"] | None
-    slope: Float[Tensor, " n"]
-    slope_error: Float[Tensor, " n"]
+    t: Float[Tensor, "n k"]  # the vectors R_i N(W x_i + b)
+    turns: Float[Tensor, "n k k"] | None  # derivatives of R_i N as rounded, None for the identity
+    slope: Float[Tensor, " n"]  # bounds on the norms of the exact and the rounded derivatives
+    slope_error: Float[Tensor, " n"]  # bounds on how far these are apart
 
     @classmethod
     def of(
@@ -344,11 +302,7 @@ class _Projected:
 def _normed(
     layer: LayerNorm | RMSNorm, vectors: Float[Tensor, "n k"]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Apply a norm layer to vectors (n, k).
-
-    The results are the vectors, as a tensor with bounds on its entries, the derivatives (n, k, k), bounds on
-    the norms of the derivatives, and bounds on the errors of the derivatives.
-    """
+    """Return the normed vectors, their derivatives, and bounds on these and on their errors."""
     a, k = plain(vectors), vectors.shape[1]
     y, length = layer.direction_and_length(a)
     moved, shortest = shortest_lengths(layer, vectors)
@@ -370,7 +324,9 @@ def _normed(
 def shortest_lengths(
     layer: LayerNorm | RMSNorm, vectors: Float[Tensor, "n k"]
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Bound the rounding errors of the vectors that a norm layer normalises, and their lengths from below."""
+    """Return bounds on the rounding errors of the vectors that a norm layer normalises, and lower bounds on
+    the lengths by which it divides them.
+    """
     a, k = plain(vectors), vectors.shape[1]
     _, length = layer.direction_and_length(a)
     moved = _norms(entries_of(vectors)) + 2 * gamma(k + 3) * _norms(a)
@@ -381,26 +337,13 @@ def shortest_lengths(
 
 @dataclass(frozen=True, eq=False)
 class _After:
-    """The tokens t_j = g ∘ u_j + β after a norm layer, with bounds on their rounding errors.
-
-    Attributes
-    ----------
-    t, errors
-        The tokens as rounded, and bounds on the errors of their entries.
-    gain
-        g, the gains of the layer times √d.
-    columns
-        Upper bounds on 1/s_j: the derivative of u_j has norm at most 1/s_j.
-    centred
-        Whether the layer subtracts the mean of a token.
-
-    """
+    """The tokens t_j = g ∘ u_j + β after a norm layer, with bounds on their rounding errors."""
 
     t: Float[Tensor, "n d"]
     errors: Float[Tensor, "n d"]
-    gain: Float[Tensor, " d"]
-    columns: Float[Tensor, " n"]
-    centred: bool
+    gain: Float[Tensor, " d"]  # g, the gains of the layer times √d
+    columns: Float[Tensor, " n"]  # upper bounds on 1/s_j: the derivative of u_j has norm at most 1/s_j
+    centred: bool  # whether the layer subtracts the mean of a token
 
     @classmethod
     def of(cls, norm: LayerNorm | RMSNorm, x: Float[Tensor, "n d"]) -> _After:
@@ -417,14 +360,12 @@ class _After:
         return cls(plain(t), entries_of(t), gain, columns, norm.centred)
 
     def on_tokens(self, matrix: Float[Tensor, "k d"]) -> Float[Tensor, "k d"]:
-        """Multiply a matrix by D = diag(g) H, where H subtracts the mean if the norm layer does."""
+        """Multiply a matrix by D = diag(g) H, where H subtracts the mean if the layer does."""
         matrix = matrix * self.gain
         return matrix - matrix.mean(dim=1, keepdim=True) if self.centred else matrix
 
     def rounding(self, size: Tensor, matrix: Float[Tensor, "k d"]) -> Tensor:
-        """Bound what rounding the derivative of the norm layer adds to a part of the Jacobian, namely
-        ``matrix`` times blocks of norms ``size``.
-        """
+        """Bound the error of ``matrix`` times blocks of norms ``size`` by the layer's derivative."""
         # There are d + 6 roundings of |W g| and of its mean, and two of 1/s_j.
         found: Tensor = (size * self.columns).norm() * (matrix * self.gain).norm()
         return 2 * gamma(len(self.gain) + 8) * found

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from howsmooth.bounds.certificates.products import sandwich
+from howsmooth.bounds.certificates.eigenvalue_bounds import sandwich
 from howsmooth.bounds.certificates.rounded_attention import HeadAt, HeadsAt, row_blocks
 from howsmooth.rounding import Enclosed, above, gamma, up
 
@@ -69,7 +69,6 @@ def _blocks(head: HeadAt) -> list[slice]:
 
 
 def _moved_values(head: HeadAt, rows: slice) -> Float[Tensor, "rows n value_dim"]:
-    """Return the differences v_j − o_i of values and outputs, times the derivative of the soft cap."""
     P, moving = head.P[rows], head.moving[rows]
     slope = torch.where(P > 0, moving / P, 0.0)
     return slope[..., None] * (head.v[None] - head.o[rows, None])
@@ -108,7 +107,6 @@ def _row_squares(
 
 
 def _slack(head: HeadAt, q: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Bound the rounding errors of :func:`_row_squares`."""
     slack = torch.empty_like(q)
     y_size = head.turn_norm * head.K.norm() * head.q.norm(dim=1)
     for rows in _blocks(head):

@@ -1,9 +1,9 @@
 """A radius around one input within which the answer of a whole Transformer provably does not change.
 
-``robust_radius`` is the function for users. ``pretrained_classifier_reader`` turns a model into a
-``transformer_network`` of ``transformer_layers``; ``symbolic_network`` checks that the model does nothing
-else, by a run on a ``symbolic_tensor`` of ``symbolic_terms``. The margin of its answer is expanded in
-``margin_expansion``: to second order with ``second_order_remainders``, to third order with
+``robust_radius`` is the function for users. ``classifier`` runs a model from its embedded tokens on a
+``symbolic_tensor`` of ``symbolic_terms``; ``network_reader`` reads from these terms the ``network_graph``,
+which becomes a ``transformer_network`` of ``transformer_layers``. The margin of its answer is expanded
+in ``margin_expansion``: to second order with ``second_order_remainders``, to third order with
 ``third_order_remainders``. The remainders of earlier layers reach later ones along the network's own
 ``error_propagation``, which also bounds how much rounding errors reduce the margin: tensors of
 ``howsmooth.rounding`` carry bounds on their own. ``attack`` searches the nearest change of the answer.

@@ -45,9 +45,7 @@ def enclosing(shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"
 
 
 def gram(factors: Float[Tensor, "*batch d r"]) -> Float[Tensor, "*batch d d"]:
-    """Return ellipsoids that contain the ellipsoids with the matrices A Aᵀ, for factors A with rounding
-    errors.
-    """
+    """Return ellipsoids that contain those of the matrices A Aᵀ, for factors A with rounding errors."""
     value, error = settled(factors)
     found = value @ value.mT * (1 + _SHARE)
     squares = gamma(factors.shape[-1] + _MORE) * _traces(found) + (1 + 1 / _SHARE) * error**2
@@ -88,10 +86,7 @@ def ellipsoid_image(
 
 
 def product(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
-    """Return ellipsoids that contain all entrywise products of one point from each given ellipsoid.
-
-    Their matrices must be symmetric.
-    """
+    """Return ellipsoids of all entrywise products of one point from each ellipsoid, of symmetric matrices."""
     found = shapes[0] * shapes[1]
     for factor in shapes[2:]:
         found *= factor
@@ -101,10 +96,7 @@ def product(*shapes: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]
 def scaled(
     factors: Float[Tensor, "*batch d"], shapes: Float[Tensor, "*batch d d"]
 ) -> Float[Tensor, "*batch d d"]:
-    """Return ellipsoids that contain all entrywise products of given factors with points of an ellipsoid.
-
-    The factors may have rounding errors.
-    """
+    """Return ellipsoids of all entrywise products of factors, with rounding errors, with their points."""
     value, error = settled(factors)
     larger = value * (1 + _SHARE) if error else value
     found = shapes * larger[..., None]
@@ -150,9 +142,7 @@ def mixture(
 def half_widths(
     shapes: Float[Tensor, "... d d"], functionals: Float[Tensor, "... m d"]
 ) -> Float[Tensor, "... m"]:
-    """Bound the maxima of linear functionals w on ellipsoids. On the ellipsoid of a matrix U the maximum is
-    √(wᵀ U w).
-    """
+    """Bound the maxima √(wᵀ U w) of linear functionals w on ellipsoids of matrices U."""
     value, error = settled(functionals)
     trace = _traces(shapes)[..., None]
     slack = gamma(2 * shapes.shape[-1] + _MORE) * value.square().sum(-1) * trace
@@ -161,9 +151,6 @@ def half_widths(
 
 
 def radii(shapes: Float[Tensor, "... d d"], matrix: Float[Tensor, "... m d"] | None = None) -> Tensor:
-    """Bound the norm of all points of each ellipsoid. If ``matrix`` is given, multiply the points by it
-    before their norm is bounded.
-    """
-    return largest_eigenvalues_by_squaring(
-        plain(shapes if matrix is None else ellipsoid_image(matrix, shapes))
-    ).sqrt()
+    """Bound the norm of all points of each ellipsoid, or of their images under a matrix."""
+    images = shapes if matrix is None else ellipsoid_image(matrix, shapes)
+    return largest_eigenvalues_by_squaring(plain(images)).sqrt()

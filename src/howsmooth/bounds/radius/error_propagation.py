@@ -35,8 +35,7 @@ class Step(NamedTuple):
 
 
 class PartialJacobians(NamedTuple):
-    """The states of a network at one input, and the Jacobians that propagate errors of the states through the
-    stages.
+    """The states of a network at one input, and the Jacobians that carry errors of the states on.
 
     ``stages`` are the network's, with weights that carry rounding errors; ``states`` are the computed states,
     ``state_errors`` the rounding errors of the step to each. ``steps`` are the Jacobians for each stage;
@@ -52,9 +51,8 @@ class PartialJacobians(NamedTuple):
 
 
 def partial_jacobians(network: Network, x: Tensor) -> PartialJacobians:
-    """Return the state of a network at tokens x (n, d) after each stage. Also return the Jacobians of each
-    stage that acts on single tokens, and of each attention's output by the inputs of it and earlier
-    attentions.
+    """Return the states of a network at tokens x (n, d), the Jacobians of each stage that acts on single
+    tokens, and those of each attention's output by the inputs of it and earlier attentions.
 
     The results do not depend on which tokens are allowed to change.
     """
@@ -87,24 +85,21 @@ def partial_jacobians(network: Network, x: Tensor) -> PartialJacobians:
 
 
 class Errors:
-    """Ellipsoids that contain the error of each token in the current state of a network. They are updated
-    from stage to stage.
+    """Ellipsoids that contain the error of each token in a network's state, from stage to stage.
 
     ``state`` (n, width, width) contains the error that all stages so far have caused. ``lengths`` bounds the
     errors that stages caused between two attention layers, at the input of the second one.
     """
 
     def __init__(self, x: Tensor) -> None:
-        """Begin at the input x (n, d) of a network, which has no error."""
         self.state = x.new_zeros(len(x), x.shape[1], x.shape[1])
         self.lengths: list[float] = []
         self._between: list[Tensor] = []
         self._since: list[tuple[Step, Tensor]] = []
 
     def reach(self, step: Step) -> None:
-        """Prepare for the next stage of the network. If the stage is attention, store the error at its input
-        that was caused by the previous attention layer and all stages after it, or by all stages since the
-        start if there is no such layer.
+        """Prepare for the next stage. If it is attention, store the error at its input that was caused by the
+        previous attention layer, if there is one, and by all stages since.
         """
         if step.own is None and self._since:
             found = self._since[0][1]
@@ -114,11 +109,8 @@ class Errors:
             self.lengths.append(frobenius_bound(found))
 
     def leave(self, step: Step, remainder: Tensor, width: int) -> None:
-        """Update the errors after a stage whose Taylor remainder lies in the ellipsoids ``remainder`` (n',
-        d', d').
-
-        ``width`` is the width of the state after the stage. The stage's own layer writes the last d' columns
-        of this state.
+        """Update the errors after a stage whose Taylor remainder lies in given ellipsoids (n', d', d'), in
+        the last d' columns of a state of the given width.
         """
         added = remainder
         if remainder.shape[1] < width:
@@ -135,10 +127,6 @@ class Errors:
 
 
 def _carried(step: Step, shapes: Tensor, added: Tensor) -> Tensor:
-    """Return the ellipsoids of errors after a stage that acts on each token separately.
-
-    They are the images of the ellipsoids ``shapes``, enlarged by the error ``added`` of the stage itself.
-    """
     assert step.own is not None
     return ellipsoid_sum(ellipsoid_image(step.own, shapes), added)
 
@@ -164,10 +152,8 @@ class Residuals(NamedTuple):
     sources: tuple[float, ...] = ()
 
     def beyond(self, epsilon: float, causes: Sequence[float]) -> float:
-        """Bound the rounding error that one layer adds to its output, for changes |δ| ≤ ε of the network's
-        input.
-
-        ``causes`` bounds the errors at the input of each attention layer that arose since the one before.
+        """Bound the rounding error that one layer adds to its output for |δ| ≤ ε. ``causes`` bounds the
+        errors at the input of each attention layer that arose since the one before.
         """
         found = self.state + self.tangents * epsilon + self.forms * epsilon**2 / 2
         return found + sum(of * cause for of, cause in zip(self.sources, causes, strict=True))
@@ -179,10 +165,8 @@ def frobenius_bound(shapes: Tensor) -> float:
 
 
 def rounding_loss(residuals: Sequence[Residuals], errors: Sequence[Tensor], epsilon: float) -> float:
-    """Bound how much the rounding errors of the values and derivatives of a network can reduce its margin.
-
-    ``errors`` are ellipsoids of the state's error before each stage and at the end. The part of rounding in
-    the remainders of the stages is not included.
+    """Bound what the rounding errors of a network's values and derivatives take from its margin, beside their
+    part in the remainders. ``errors`` are ellipsoids of the state's error before each stage and at the end.
     """
     total = 0.0
     for at, error in zip(residuals, errors, strict=True):

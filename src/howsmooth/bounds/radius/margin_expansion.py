@@ -1,7 +1,5 @@
 """Lower bounds on the margin of a classifier on a ball around its input, by Taylor expansions of second and
-third order.
-
-The remainder of every layer is bounded.
+third order with bounded remainders of all layers.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from torch import Tensor
 from howsmooth.bounds.radius.ellipsoid_arithmetic import balls, ellipsoid_sum, radii
 from howsmooth.bounds.radius.error_propagation import Errors, PartialJacobians, Residuals, rounding_loss
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
-from howsmooth.bounds.radius.second_order_remainders import Left, remainder_of
+from howsmooth.bounds.radius.second_order_remainders import Left, Remainder, remainder_of
 from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm
 from howsmooth.bounds.radius.third_order_remainders import Expansion, cubic_remainder_of
 from howsmooth.rounding import INFLATION
@@ -29,9 +27,7 @@ _UNDERFLOWN = 2.0**-200
 
 
 class Losses(NamedTuple):
-    """A lower bound on the margin on a ball, and how much each error term of the Taylor expansion
-    reduces it.
-    """
+    """A lower bound on the margin on a ball, and how much each error term of the expansion reduces it."""
 
     lower: float
     polynomial: float
@@ -40,10 +36,8 @@ class Losses(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Bounds on the Taylor remainder of each layer, and ellipsoids that contain the errors which these
-    remainders cause.
-
-    ``errors`` (n, width, width) contain the error of the state before each stage, and of the last state.
+    """Bounds on the Taylor remainder of each layer, and ellipsoids ``errors`` (n, width, width) that contain
+    the error of the state before each stage, and of the last state.
     """
 
     stages: list[Left]
@@ -72,10 +66,8 @@ class FirstDerivatives:
             )
             self.tangents.append(pushed)
         adjoint, of_functional = settled(functional)
-        end = Residuals(
-            adjoint=of_functional,
-            size_of_tangents=float(self.tangents[-1].norm()),
-        )
+        size = float(self.tangents[-1].norm())
+        self.residuals.append(Residuals(adjoint=of_functional, size_of_tangents=size))
         bent = torch.zeros(*self.states[-1].shape, injection.shape[2], dtype=injection.dtype)
         self.adjoints = [adjoint]
         self.bent: list[Tensor] = []
@@ -101,16 +93,8 @@ class FirstDerivatives:
         self.hessian_error += sum(
             at.tangents * at.size_of_bent + at.size_of_tangents * at.bent for at in self.residuals
         )
-        self.residuals.append(end)
-        self.hessian = (H + H.T) / 2
-        self._diagonalise(self.hessian)
-
-    def _diagonalise(self, H: Tensor) -> None:
-        """Diagonalise −g·δ − ½ δᵀHδ, where g and H are the gradient and the Hessian of the margin, and bound
-        the effect of rounding.
-
-        With z = Vᵀδ it is −c·z − ½ Σ λ_i z_i², where |z|² ≤ ``stretch`` |δ|².
-        """
+        self.hessian = H = (H + H.T) / 2
+        # With z = Vᵀδ, −g·δ − ½ δᵀHδ is −c·z − ½ Σ λ_i z_i², where |z|² ≤ ``stretch`` |δ|².
         self.values, vectors = torch.linalg.eigh(H)
         self.along = vectors.T @ self.gradient
         V, exact_H = exact(vectors), exact(H, FUZZ * float(H.norm()))
@@ -120,17 +104,11 @@ class FirstDerivatives:
         self.stretch = 1 + float(torch.linalg.vector_norm(V.mT @ V - torch.eye(len(H), dtype=H.dtype)))
 
     def own_adjoint(self, stage: int) -> Tensor:
-        """Return the gradient of the margin with respect to the output of the layer of one stage, before the
-        residual is added.
-        """
+        """Return the gradient of the margin by the output of a stage's layer, before the residual."""
         return self.stages[stage].output_adjoint(self.states[stage], self.adjoints[stage + 1])
 
     def quadratic_loss(self, epsilon: float) -> float:
-        """Bound how much g·δ + ½ δᵀHδ can reduce the margin for |δ| ≤ ε, where g and H are the gradient and
-        the Hessian of the margin.
-
-        The maximum of −g·δ − ½ δᵀHδ is at most ½ λ ε² + ½ gᵀ(H + λ)⁻¹g, taken at the best λ.
-        """
+        """Bound −g·δ − ½ δᵀHδ for |δ| ≤ ε by ½ λ ε² + ½ gᵀ(H + λ)⁻¹g, taken at the best λ."""
         floor = max(0.0, -float(self.values[0]))
 
         def value(shift: float) -> float:
@@ -142,16 +120,13 @@ class FirstDerivatives:
         return min(value(size * 2.0 ** (-j / 4)) for j in range(-8, 60))
 
     def rounding_loss(self, epsilon: float) -> float:
-        """Bound how much the rounding errors of the margin, its gradient and its Hessian can reduce the
-        margin.
-        """
+        """Bound what the rounding errors of the margin, its gradient and its Hessian take from the margin."""
         found = self.margin_error + self.gradient_error * epsilon + self.hessian_error * epsilon**2 / 2
         return found + _UNDERFLOWN
 
     def stage_losses(self, found: Sequence[Left], epsilon: float) -> Tensor:
-        """Bound how much the Taylor remainder of each layer can reduce the margin.
-
-        That is (N δ) · R token by token, and the remainder's own effect on the margin.
+        """Bound what the remainder R of each layer takes from the margin: (N δ) · R token by token, and its
+        own effect.
         """
         losses = []
         for left, (root, slack) in zip(found, self.bent_roots, strict=True):
@@ -169,19 +144,15 @@ class SecondOrder:
     """
 
     def __init__(self, first: FirstDerivatives, check: Callable[[], None] = lambda: None) -> None:
-        """Prepare the bounds on the remainders of all layers, as functions of the radius ε.
-
-        ``check`` is called between steps of this and of later computations, and may raise to end them.
-        """
+        """``check`` is called between steps of this and of later computations, and may raise to end them."""
         self.first, self.check = first, check
         self.residuals = list(first.residuals)
         #: Bounds the cubic form of the margin on the ball |δ| ≤ 1.
         self.cubic = 0.0
         self.remainders = self._remainders()
 
-    def _remainders(self) -> list[Callable[[float, Tensor], Left]]:
-        """Return the objects that bound the Taylor remainder of each layer."""
-        first, found = self.first, list[Callable[[float, Tensor], Left]]()
+    def _remainders(self) -> list[Remainder]:
+        first, found = self.first, list[Remainder]()
         for place, stage in enumerate(first.stages):
             self.check()
             state, tangents = (every[place][:, stage.branch] for every in (first.states, first.tangents))
@@ -190,9 +161,7 @@ class SecondOrder:
         return found
 
     def __call__(self, epsilon: float) -> Losses:
-        """Return a lower bound on the margin over all changes |δ| ≤ ε, with the error terms that
-        reduce it.
-        """
+        """Return a lower bound on the margin for all |δ| ≤ ε, with the error terms that reduce it."""
         first, found = self.first, self.bounds(epsilon)
         polynomial = first.quadratic_loss(epsilon) + self.cubic * epsilon**3
         stages = first.stage_losses(found.stages, epsilon)
@@ -202,11 +171,8 @@ class SecondOrder:
         return Losses(lower, polynomial, stages, rounding)
 
     def bounds(self, epsilon: float) -> Bounds:
-        """Bound the Taylor remainder of each layer for |δ| ≤ ε, and the errors that the remainders cause in
-        the later states.
-
-        The bound on a stage's remainder includes its rounding errors. ``INFLATION`` covers the rounding of
-        all formulas.
+        """Bound the Taylor remainder of each layer for |δ| ≤ ε, with its rounding errors, and the errors that
+        the remainders cause in the later states. ``INFLATION`` covers the rounding of all formulas.
         """
         stages, states = self.first.stages, self.first.states
         errors, found = Errors(states[0]), Bounds([], [])
@@ -231,13 +197,11 @@ class ThirdOrder(SecondOrder):
     The margin m(X + δ) is m + g·δ + ½ δᵀHδ + c[δ, δ, δ] up to Σ_s (ε Σ_j ‖N_{s,j}‖ σ_{s,j} + margin_s).
     """
 
-    def _remainders(self) -> list[Callable[[float, Tensor], Left]]:
-        """Return the objects that bound the Taylor remainder of each layer, and bound the cubic form of the
-        margin.
-
-        The quadratic forms of all states are computed on the way.
+    def _remainders(self) -> list[Remainder]:
+        """Return the remainders of all layers, and bound the cubic form of the margin. The quadratic forms of
+        all states are computed on the way.
         """
-        first, found = self.first, list[Callable[[float, Tensor], Left]]()
+        first, found = self.first, list[Remainder]()
         n, width, k = first.tangents[0].shape
         pairs = Pairs(k)
         forms = first.states[0].new_zeros(n, width, len(pairs.i))
@@ -267,12 +231,8 @@ class ThirdOrder(SecondOrder):
 
 
 def _narrow(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Compress matrices A with many columns to matrices B with few columns, such that A Aᵀ ≤ B Bᵀ + s I for a
-    small number s.
-
-    The matrices A have the shape (n, d, k), and B at most d columns.
-
-    The results are B and the numbers s (n,).
+    """Return matrices B with at most d columns, and small numbers s (n,), such that A Aᵀ ≤ B Bᵀ + s I for the
+    given matrices A (n, d, k).
     """
     if matrices.shape[2] <= matrices.shape[1]:
         return matrices, matrices.new_zeros(len(matrices))

@@ -16,8 +16,7 @@ _ROUNDINGS = 8
 
 
 class Pairs:
-    """Conversion between symmetric k × k matrices and vectors of length p = k(k + 1)/2, which store each pair
-    of entries once.
+    """Conversion between symmetric k × k matrices and vectors of their p = k(k + 1)/2 pairs of entries.
 
     The inner product of the vectors of S and S' is tr(S S'). The entries outside the diagonal are multiplied
     by √2, so that δδᵀ becomes a vector of norm |δ|².
@@ -48,9 +47,7 @@ class Pairs:
         return rowwise(vectors, linear, linear, roundings=_ROUNDINGS)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """Multiply pairs of linear forms (*batch, k), and return the results as packed quadratic forms
-        (*batch, p).
-        """
+        """Multiply pairs of linear forms (*batch, k) to packed quadratic forms (*batch, p)."""
 
         def vectors(left: Tensor, right: Tensor) -> Tensor:
             rows = [

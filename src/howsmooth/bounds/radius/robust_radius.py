@@ -5,6 +5,7 @@ change its answer.
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,23 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.radius.attack import attack_radius
-from howsmooth.bounds.radius.error_propagation import partial_jacobians
+from howsmooth.bounds.radius.classifier import Classifier
+from howsmooth.bounds.radius.error_propagation import PartialJacobians, partial_jacobians
 from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, Losses, SecondOrder, ThirdOrder
-from howsmooth.bounds.radius.pretrained_classifier_reader import (
-    OF_ITS_OWN,
-    check_network,
-    embedded,
-    encoder_layers,
-    read_classifier,
-)
-from howsmooth.bounds.radius.transformer_network import Network
+from howsmooth.bounds.radius.transformer_layers import Attention, FeedForward, GatedFeedForward, Norm
+from howsmooth.bounds.radius.transformer_network import Network, with_rounding
 from howsmooth.errors import ArgumentError, NonFiniteError
 from howsmooth.plain_modules import unwrapped, wrapped_parts
 from howsmooth.rounding import limit_in_digits
 from howsmooth.rounding.rounded_tensor import FUZZ, exact
 from howsmooth.threads import renew_threads, with_fastest_threads
 
-__all__ = ["NetworkAtInput", "RobustRadius", "robust_radius"]
+__all__ = ["NetworkAtInput", "Prepared", "RobustRadius", "robust_radius"]
 
 _MOST_VARIABLES = 256
 _MOST_STEPS = 40
@@ -88,19 +84,13 @@ class RobustRadius:
     timed_out: bool
 
     def __float__(self) -> float:
-        """Return the proved radius."""
         return self.radius
 
     def __str__(self) -> str:
-        """Describe the proved radius, the attack and the largest reduction of the margin in a few
-        sentences.
-        """
         moved = f"token {self.tokens[0]}" if len(self.tokens) == 1 else f"{len(self.tokens)} tokens jointly"
-        attack = (
-            ""
-            if self.attack is None
-            else f", smallest attack found {limit_in_digits(self.attack, 4, upper=True)}"
-        )
+        attack = ""
+        if self.attack is not None:
+            attack = f", smallest attack found {limit_in_digits(self.attack, 4, upper=True)}"
         norm = "l2" if self.norm == 2 else "l∞"
         first = "none" if math.isinf(self.first_order) else f"{self.first_order:.4g}"
         kept = f"class {self.label} does not become {self.rival}"
@@ -149,13 +139,18 @@ def robust_radius(
     Parameters
     ----------
     model
-        A transformers classifier of the kind of BERT, GPT-2, Llama or ViT; a module from tokens (batch, n, d)
-        to logits (batch, classes) whose layers are ``torch.nn.TransformerEncoderLayer``; or a
-        :class:`~howsmooth.bounds.radius.Network`. It is copied to float64 and evaluated without dropout.
+        Any module that computes logits from tokens by softmax attention, feed-forward layers, norms, linear
+        maps and weighted means, such as a transformers classifier, or a module of one's own; or a
+        :class:`~howsmooth.bounds.radius.Network`. It is read from the operations that it performs, not from
+        names. It is copied to float64 and evaluated without dropout. It returns the logits (1, classes),
+        as a tensor, as the first of a tuple, or as the attribute ``logits``.
     inputs
-        The tokens at the first layer's input, such as the outputs of the embedding layer, (n, d) or
-        (1, n, d); or a dict of the model's inputs for one sequence without padding (``input_ids``,
-        ``pixel_values``), which are embedded first. What moves are these embedded tokens.
+        A dict of the model's inputs for one sequence or image (``input_ids``, ``pixel_values``), with which
+        it is called: ``model(**inputs)``. The tokens are computed from the first tensor in it, or from the
+        one that the model's ``main_input_name`` names. What moves are the embedded tokens: the last tensor
+        (1, n, d) before tokens meet. Or these tokens themselves, (n, d) or (1, n, d): a model of
+        transformers has them in this place, another module is called with them, as ``model(tokens)``.
+        A token behind a mask, on which the logits do not depend, cannot be moved.
     tokens
         Which tokens move: an index, several indices (moved jointly), or None for all tokens jointly.
     norm
@@ -193,8 +188,8 @@ def robust_radius(
     NonFiniteError
         If the inputs or the logits are not finite.
     CertificateError
-        If a module of the model has no remainder, or the model does anything else than its stages: each
-        operation from its tokens to its logits is compared.
+        If the model performs an operation, from its embedded tokens to its logits, that belongs to no layer
+        of a network, reads values of the tokens, or branches on them. The message names operation and module.
 
     See Also
     --------
@@ -243,9 +238,33 @@ class NetworkAtInput:
     """
 
     def __init__(self, model: object, inputs: Tensor | Mapping[str, Tensor]) -> None:
-        self.network, self.x = _network(model, inputs)
-        self.logits = self.network.logits(self.x)
-        self.jacobians = partial_jacobians(self.network, self.x)
+        #: The embedded tokens (n, d).
+        self.x: Tensor
+        #: The tokens on which the logits depend: all but those behind a mask.
+        self.reads: list[int]
+        self.network, self.reads, self.x = _network(model, inputs)
+        self.logits = self.network.logits(self.x[self.reads])
+
+    @cached_property
+    def jacobians(self) -> PartialJacobians:
+        """The partial Jacobians of the network at the tokens that it reads."""
+        return partial_jacobians(self.network, self.x[self.reads])
+
+    def digest(self) -> str:
+        """Return a SHA-256 hash of the network as it was read, and of the tokens."""
+        tokens = hashlib.sha256(self.x.numpy().tobytes()).hexdigest()
+        return hashlib.sha256(f"{self.network.digest()} {self.reads} {tokens}".encode()).hexdigest()
+
+    def most_sensitive(self) -> int:
+        """Return the token at which the gradient of the margin to the nearest other class is largest."""
+        best, second = self.logits.topk(2).indices
+
+        def margin(x: Tensor) -> Tensor:
+            logits = self.network.logits(x)
+            return logits[best] - logits[second]
+
+        slopes = torch.func.grad(margin)(self.x[self.reads])
+        return self.reads[int(slopes.norm(dim=1).argmax())]
 
     def radius(
         self,
@@ -267,8 +286,8 @@ class NetworkAtInput:
         those of :func:`robust_radius`.
         """
         began = time.perf_counter()
-        network, x = self.network, self.x
-        moved = _tokens(tokens, len(x))
+        network, x = self.network, self.x[self.reads]
+        moved = self._moved(tokens)
         k = len(moved) * x.shape[1]
         if norm not in (2, math.inf):
             raise ArgumentError("norm", expected="2 or math.inf", got=repr(norm))
@@ -286,7 +305,7 @@ class NetworkAtInput:
         injection = torch.zeros(*x.shape, k, dtype=x.dtype)
         for place, token in enumerate(moved):
             entries = slice(place * x.shape[1], (place + 1) * x.shape[1])
-            injection[token, :, entries] = torch.eye(x.shape[1], dtype=x.dtype)
+            injection[self.reads.index(token), :, entries] = torch.eye(x.shape[1], dtype=x.dtype)
         label, directions = _directions(self.logits, target, threshold)
         # Each class is prepared and tried once, and some six radii are tried for the first one. The third
         # order has about two more steps for each token.
@@ -334,6 +353,22 @@ class NetworkAtInput:
             timed_out=clock.ended,
         )
 
+    def _moved(self, tokens: int | Sequence[int] | None) -> list[int]:
+        if tokens is None:
+            return self.reads
+        n, given = len(self.x), list(tokens) if isinstance(tokens, Sequence) else [tokens]
+        if not given or any(isinstance(t, bool) or not isinstance(t, int) or not -n <= t < n for t in given):
+            raise ArgumentError("tokens", expected=f"indices from {-n} to {n - 1}, or None", got=repr(tokens))
+        found = sorted({t % n for t in given})
+        if unread := sorted(set(found) - set(self.reads)):
+            raise ArgumentError(
+                "tokens",
+                expected=f"tokens on which the logits depend: {self.reads}",
+                got=f"{unread}, which are masked",
+                remedy="They may move however far.",
+            )
+        return found
+
     def _weakest(
         self,
         order: int,
@@ -343,18 +378,17 @@ class NetworkAtInput:
         norm: float,
         clock: _Clock,
     ) -> _Weakest:
-        """Return the radius within which all given combinations of logits stay positive.
-
-        Its proof ends with the first of them that may become negative beyond.
-        """
+        """Return the radius within which all given combinations of logits stay positive."""
         weakest: _Weakest | None = None
         first_order = math.inf
         for rival, direction, offset in directions:
             if weakest is not None and clock.over:  # a radius counts if it is proved for every class
                 clock.ended = True
                 return weakest._replace(radius=0.0)
-            functional = torch.einsum("c,cnd->nd", exact(direction), exact(self.network.readout))
-            constant = (exact(direction) * exact(self.network.offset)).sum() + offset
+            readout = with_rounding(self.network.readout, constant=False)
+            constants = with_rounding(self.network.offset, constant=True)
+            functional = torch.einsum("c,cnd->nd", exact(direction), readout)
+            constant = (exact(direction) * constants).sum() + offset
             margin = _Margin(
                 FirstDerivatives(self.jacobians, injection, functional, constant), order, clock.check
             )
@@ -371,10 +405,7 @@ class NetworkAtInput:
 
 
 class _Weakest(NamedTuple):
-    """The radius within which no class overtakes the predicted one, and which class comes nearest.
-
-    ``first_order`` is the smallest radius of all classes if the network were linear.
-    """
+    """The radius within which no class overtakes the predicted one, and the class that comes nearest."""
 
     radius: float
     rival: int | None
@@ -388,10 +419,7 @@ class _OutOfTimeError(Exception):
 
 
 class _Clock:
-    """The time at which a search ends, and the number of its steps.
-
-    ``ended`` says that the search was ended by its time, ``steps`` about how many steps it has.
-    """
+    """The time at which a search ends, whether it was ended by it, and the number of its steps."""
 
     def __init__(self, end: float, steps: int, on_step: Callable[[int, int], None] | None) -> None:
         self.end, self.ended = end, False
@@ -399,11 +427,9 @@ class _Clock:
 
     @property
     def over(self) -> bool:
-        """Whether the time is over."""
         return time.perf_counter() > self.end
 
     def check(self) -> None:
-        """Raise an exception if the time is over, and otherwise count a step."""
         if self.over:
             self.ended = True
             raise _OutOfTimeError
@@ -414,9 +440,7 @@ class _Clock:
 
 
 class _Margin:
-    """A function that returns a lower bound on the margin of a classifier for |δ| ≤ ε, and caches its
-    results.
-    """
+    """A lower bound on the margin for |δ| ≤ ε as a function of ε, which keeps its results."""
 
     def __init__(self, first: FirstDerivatives, order: int, check: Callable[[], None]) -> None:
         self.first, self._kind, self._check = first, SecondOrder if order == 2 else ThirdOrder, check
@@ -427,24 +451,19 @@ class _Margin:
         return self._kind(self.first, self._check)
 
     def __call__(self, epsilon: float) -> Losses:
-        """Return a lower bound on the margin for |δ| ≤ ε, and how much each error term reduces it."""
         if epsilon not in self._found:
             self._found[epsilon] = self._expansion(epsilon)
         return self._found[epsilon]
 
     def curve(self) -> list[tuple[float, float]]:
-        """Return all computed pairs (ε, lower bound on the margin) with a finite bound, in order of
-        increasing ε.
-        """
         return sorted((e, found.lower) for e, found in self._found.items() if math.isfinite(found.lower))
 
 
 def _directions(
     logits: Tensor, target: int | Tensor | None, threshold: float
 ) -> tuple[int | None, list[tuple[int | None, Tensor, float]]]:
-    """Return the predicted class, and the differences of logits that must stay positive for this prediction.
-
-    Each combination comes as the rival class, the factors of the logits, and a constant.
+    """Return the predicted class, and the combinations of logits that must stay positive: the rival class,
+    factors of the logits, and a constant.
     """
     classes = len(logits)
     if isinstance(target, Tensor):
@@ -472,17 +491,23 @@ def _directions(
             "target", expected="a functional, because the model has one logit", got=repr(target)
         )
     label = int(logits.argmax())
+    others = sorted((c for c in range(classes) if c != label), key=lambda c: -float(logits[c]))
+    if target is not None and (isinstance(target, bool) or target not in others):
+        raise ArgumentError(
+            "target",
+            expected=f"one of the other classes {sorted(others)}, or None",
+            got=repr(target),
+            remedy="" if isinstance(target, int) else "A functional of the logits is a torch tensor.",
+        )
+    rivals = others if target is None else [target]
     unit = torch.eye(classes, dtype=logits.dtype)
-    rivals = sorted(_rivals(target, label, classes), key=lambda c: -float(logits[c]))
     return label, [(rival, unit[label] - unit[rival], 0.0) for rival in rivals]
 
 
 def _largest(margin: _Margin, most: float, guess: float) -> float:
-    """Search for the largest ε for which the proved lower bound on the margin is positive, with relative
-    accuracy 0.2 %.
+    """Search from ``guess`` for the largest ε up to ``most`` at which the bound on the margin is positive.
 
-    No ε above ``most`` is tried. The search begins at ``guess`` and ends when the time is over. The bound is
-    positive at the ε that is returned, which is 0 if none was found.
+    The bound is positive at the ε that is returned, which is 0 if none was found before the time was over.
     """
     whole = margin.first.margin
     if whole <= 0 or most <= 0:
@@ -512,11 +537,9 @@ def _largest(margin: _Margin, most: float, guess: float) -> float:
 
 
 class _Tried(NamedTuple):
-    """A radius ε that the search has tried, and 1/√loss at this radius. The loss is the possible reduction of
-    the margin, divided by the margin.
+    """A radius ε that the search has tried, and there 1/√loss, of the loss divided by the margin.
 
-    ``height`` = 1/√loss falls about linearly near the robust radius, where it is 1. It is 0 where the loss is
-    infinite.
+    It falls about linearly near the robust radius, where it is 1, and is 0 where the loss is infinite.
     """
 
     epsilon: float
@@ -524,9 +547,7 @@ class _Tried(NamedTuple):
 
 
 def _expected(proved: list[_Tried], failed: list[_Tried], bisect: bool) -> float:
-    """Estimate the radius from the values of ε that the search has tried. The last entries of ``proved`` and
-    ``failed`` are closest to it.
-    """
+    """Estimate the radius, to which the last entries of ``proved`` and ``failed`` are closest."""
     line = None
     if len(proved) > 1:
         (before, higher), (last, height) = proved[-2:]
@@ -550,44 +571,55 @@ def _expected(proved: list[_Tried], failed: list[_Tried], bisect: bool) -> float
     return last / 2
 
 
-def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Network, Tensor]:
-    """Convert a model to a Network, and return it with its embedded tokens (n, d), all in float64."""
+def _network(model: object, inputs: Tensor | Mapping[str, Tensor]) -> tuple[Network, list[int], Tensor]:
+    """Return a model as a Network, the tokens that it reads and all embedded tokens (n, d), in float64."""
     if isinstance(model, Network):
         x = _embedded_tokens(inputs)
-        check_network(model, x)
-        return model, x
+        _check_network(model, x)
+        return model, list(range(len(x))), x
     module: Any = model if isinstance(model, nn.Module) else getattr(model, "model", model)
     if not isinstance(module, nn.Module):
         raise ArgumentError(
             "model",
-            expected="a transformers classifier or a Network",
+            expected="a classifier as a torch module, or a Network",
             got=type(model).__name__,
             remedy="hs.load_model(name, head=True) loads one by name or folder; hs.word_radii takes a name.",
         )
-    module = unwrapped(module)
-    images = isinstance(inputs, Tensor) and inputs.ndim == 4
-    if encoder_layers(module) and (images or isinstance(inputs, Mapping)):
-        raise ArgumentError(
-            "inputs",
-            expected="embedded tokens (n, d), for a model with layers of torch.nn.TransformerEncoderLayer",
-            got="a dict" if isinstance(inputs, Mapping) else f"the shape {tuple(inputs.shape)}",
-            remedy=OF_ITS_OWN,
-        )
-    module = copy.deepcopy(module)
-    for parent, name, part in wrapped_parts(module):
-        setattr(parent, name, part)
-    for norm in module.modules():
-        if isinstance(norm, nn.RMSNorm) and norm.eps is None and norm.weight is not None:
-            # PyTorch takes the epsilon of the dtype it computes with, which is float32 for half precision.
-            norm.eps = torch.finfo(torch.promote_types(norm.weight.dtype, torch.float32)).eps
-    module = module.to("cpu", torch.float64).eval().requires_grad_(False)
-    if not isinstance(inputs, Mapping):
-        x = _embedded_tokens(inputs)
-        return read_classifier(module, x), x
-    floats = {name for name, t in inputs.items() if isinstance(t, Tensor) and t.is_floating_point()}
-    given = {name: t.double() if name in floats else t for name, t in inputs.items()}
-    x = _embedded_tokens(embedded(module, given))
-    return read_classifier(module, x, given), x
+    module = module if isinstance(model, Prepared) else Prepared(module).model
+    if isinstance(inputs, Mapping):
+        floats = {name for name, t in inputs.items() if isinstance(t, Tensor) and t.is_floating_point()}
+        given: Any = {name: t.double() if name in floats else t for name, t in inputs.items()}
+    else:
+        given = _embedded_tokens(inputs)
+    classifier = Classifier.at(module, given)
+    return (*classifier.network(), _embedded_tokens(classifier.place.tokens))
+
+
+class Prepared:
+    """A copy of a model in float64 and in evaluation mode, without wrappers and gradients."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.model = copy.deepcopy(unwrapped(module))
+        for parent, name, part in wrapped_parts(self.model):
+            setattr(parent, name, part)
+        for norm in self.model.modules():
+            if isinstance(norm, nn.RMSNorm) and norm.eps is None:
+                # PyTorch takes that of the dtype it computes with, which is float32 for half precision.
+                dtype = torch.float32 if norm.weight is None else norm.weight.dtype
+                norm.eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        self.model = self.model.to("cpu", torch.float64).eval().requires_grad_(False)
+
+
+def _check_network(network: Network, x: Tensor) -> None:
+    first = network.stages[0].map
+    by_kind = {Norm: "gain", Attention: "query", FeedForward: "up", GatedFeedForward: "up"}
+    weight: Tensor = getattr(first, by_kind[type(first)])
+    if x.shape[1] != weight.shape[-1]:
+        expected = f"embedded tokens (n, {weight.shape[-1]}) of the width of the model"
+        raise ArgumentError("inputs", expected=expected, got=f"the shape {tuple(x.shape)}")
+    if not bool(torch.isfinite(network.logits(x)).all()):
+        remedy = "Look for NaN, infinity or huge numbers in its weights."
+        raise NonFiniteError("model", expected="finite logits", got="NaN or infinity", remedy=remedy)
 
 
 def _embedded_tokens(inputs: object) -> Tensor:
@@ -609,26 +641,3 @@ def _embedded_tokens(inputs: object) -> Tensor:
 def _positive(seconds: float | None) -> None:
     if seconds is not None and not seconds > 0:
         raise ArgumentError("seconds", expected="a number > 0, or None", got=repr(seconds))
-
-
-def _tokens(tokens: int | Sequence[int] | None, n: int) -> list[int]:
-    if tokens is None:
-        return list(range(n))
-    given = list(tokens) if isinstance(tokens, Sequence) else [tokens]
-    if not given or any(isinstance(t, bool) or not isinstance(t, int) or not -n <= t < n for t in given):
-        raise ArgumentError("tokens", expected=f"indices from {-n} to {n - 1}, or None", got=repr(tokens))
-    return sorted({t % n for t in given})
-
-
-def _rivals(target: int | None, label: int, classes: int) -> list[int]:
-    others = [c for c in range(classes) if c != label]
-    if target is None:
-        return others
-    if isinstance(target, bool) or target not in others:
-        raise ArgumentError(
-            "target",
-            expected=f"one of the other classes {others}, or None",
-            got=repr(target),
-            remedy="" if isinstance(target, int) else "A functional of the logits is a torch tensor.",
-        )
-    return [target]

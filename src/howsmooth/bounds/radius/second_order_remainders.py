@@ -1,10 +1,10 @@
 """Bounds on the Taylor remainder of each layer on a ball, for the second-order expansion of the margin.
 
 There is one class for each kind of stage. The displacement of a token at the input of a stage is Δ = G δ + e,
-|δ| ≤ ε, e in an ellipsoid. A remainder is made once for all ε. It then turns ε and the ellipsoids (n, d, d)
-of e into two things: ``shape``, ellipsoids that contain R_j for each token j of the output, R = F(X + Δ) −
-F(X) − DF Δ; and ``margin``, a bound on |½ eᵀ M e + a · (R − ½ D²F[Δ, Δ])|, where a is the adjoint of the
-output and M = a · D²F.
+|δ| ≤ ε, e in an ellipsoid; G are the ``tangents``. A remainder is made once for all ε. It then turns ε and
+the ellipsoids ``errors`` (n, d, d) of e into two things: ``shape``, ellipsoids that contain R_j for each
+token j of the output, R = F(X + Δ) − F(X) − DF Δ; and ``margin``, a bound on
+|½ eᵀ M e + a · (R − ½ D²F[Δ, Δ])|, where a is the adjoint of the output and M = a · D²F.
 
 Proofs: documentation page "A proved radius for a whole network".
 """
@@ -12,7 +12,8 @@ Proofs: documentation page "A proved radius for a whole network".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,35 +50,44 @@ _CANCELLED = 2.0**-45
 
 __all__ = [
     "NEARLY_ONE", "AttentionErrors", "AttentionRemainder", "FeedForwardRemainder",
-    "GatedFeedForwardRemainder", "Left", "NormRemainder", "Reached", "TokenwiseRemainder", "gated_rest",
-    "largest_weights", "mean_square", "norm_shape", "product_shape", "pulled_product", "remainder_of",
-    "spread_shape", "value_covariance", "value_shapes",
+    "GatedFeedForwardRemainder", "Left", "NormRemainder", "Remainder", "TokenwiseRemainder", "centred_values",
+    "gated_rest", "mean_square", "neuron_bounds", "norm_shape", "remainder_of", "spread_shape",
 ]  # fmt: skip
 
 
 class Left(NamedTuple):
-    """Bounds on the Taylor remainder of one layer: ellipsoids that contain it, and its effect on
-    the margin.
-    """
+    """Bounds on what one layer leaves out: ellipsoids that contain it, and its effect on the margin."""
 
     shape: Tensor
     margin: Tensor
 
 
+class Remainder(ABC):
+    """Bounds on the Taylor remainder of one layer, as a function of ε and of the errors of its input."""
+
+    #: In the third order, the cubic form (k, p) of the stage.
+    cubic: Tensor | float = 0.0
+
+    def __call__(self, epsilon: float, errors: Tensor) -> Left:
+        """Bound the remainder for all |δ| ≤ ε and all errors of the layer's input in ellipsoids (n, d, d)."""
+        return self._left(epsilon, errors)
+
+    @abstractmethod
+    def _left(self, epsilon: float, errors: Tensor) -> Left: ...
+
+
 def norm_shape(norm: Norm, bound: Tensor) -> Tensor:
-    """Return for each token the ellipsoid of all vectors √d · gain ∘ w with |w| ≤ ``bound``, for the gain of
-    a norm layer.
-    """
+    """Return for each token the ellipsoid of all vectors √d · gain ∘ w with |w| ≤ ``bound``."""
     factor = norm.scaled(torch.eye(len(norm.gain), dtype=bound.dtype))
     return bound.square()[:, None, None] * enclosing(factor.square())
 
 
-class NormRemainder:
+class NormRemainder(Remainder):
     """Bounds on the Taylor remainder of a norm layer, for the second-order expansion of the margin.
 
-    The relative displacement t = |Δh|/r of each token must be less than 1. R = √d gain ∘ w, |w| ≤ (2/√3)
-    (−ln(1 − t) − t), and the part beyond the second order is at most |√d gain ∘ a| (3/2) (−ln(1 − t) − t −
-    t²/2).
+    The relative displacement t = |Δh|/r of each token must be less than 1; the bounds are infinite where it
+    may be more. R = √d gain ∘ w, |w| ≤ (2/√3) (−ln(1 − t) − t), and the part beyond the second order is at
+    most |√d gain ∘ a| (3/2) (−ln(1 − t) − t − t²/2).
     """
 
     def __init__(self, norm: Norm, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
@@ -87,13 +97,7 @@ class NormRemainder:
         self.centre = norm.centre(torch.eye(u.shape[1], dtype=u.dtype)[None])[0]
         self.adjoint = torch.linalg.vector_norm(norm.scaled(adjoint), dim=1)
 
-    def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Bound the Taylor remainder of the norm layer for all changes |δ| ≤ ``epsilon`` of the network's
-        input, and for all errors of the layer's input in the ellipsoids ``errors``.
-
-        The tokens at the layer's input change by G δ + e, where G is ``tangents`` and e an error. The bounds
-        are infinite where a token could be displaced by its whole length.
-        """
+    def _left(self, epsilon: float, errors: Tensor) -> Left:
         e = radii(errors, self.centre) / self.r
         t = (epsilon * self.size / self.r + e) * INFLATION
         inside = t.clamp_max(NEARLY_ONE)
@@ -105,28 +109,24 @@ class NormRemainder:
         return Left(shape, torch.where(t < NEARLY_ONE, margin, torch.inf).sum())
 
 
-class TokenwiseRemainder:
-    """Bounds on the Taylor remainder of a layer that acts on each token separately, collected from bounds for
-    the single tokens.
+class TokenwiseRemainder(Remainder):
+    """Bounds on the Taylor remainder of a layer that acts on each token separately, from those of the tokens.
 
     The matrices of one token over all neurons fit into a processor's cache, the matrices of all tokens do
     not.
     """
 
-    def __init__(self, each: Sequence[Callable[[float, Tensor], Left]]) -> None:
+    def __init__(self, each: Sequence[Remainder]) -> None:
         self.each = each
+        self.cubic = sum((one.cubic for one in each[1:]), each[0].cubic)
 
-    def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Bound the Taylor remainder of the layer for all changes |δ| ≤ ``epsilon`` of the network's input,
-        and for all errors of the layer's input in the ellipsoids ``errors``, one for each token.
-        """
+    def _left(self, epsilon: float, errors: Tensor) -> Left:
         found = [one(epsilon, error[None]) for one, error in zip(self.each, errors, strict=True)]
-        return Left(
-            torch.cat([left.shape for left in found]), torch.stack([left.margin for left in found]).sum()
-        )
+        shapes, margins = zip(*found, strict=True)
+        return Left(torch.cat(shapes), torch.stack(margins).sum())
 
 
-class FeedForwardRemainder:
+class FeedForwardRemainder(Remainder):
     """Bounds on the Taylor remainder of a feed-forward layer, computed neuron by neuron.
 
     The preactivations change by z = K δ + y, K = W₁ G, y = W₁ e. Each lies in an ellipsoid over the neurons,
@@ -140,20 +140,15 @@ class FeedForwardRemainder:
         # δδᵀ is the sum of |δ|²/k times the identity and of a matrix of norm |δ|² √(1 − 1/k).
         trace = square.diagonal(dim1=1, dim2=2)
         trace = trace[:, :, None] * trace[:, None] / k
-        bend, rest = layer.activation.derivative(2, self.z), (square * square - trace) * (1 - 1 / k)
-        self.quadratic = ellipsoid_sum(
-            *(weighted_images(layer.down, [(bend / 2, enclosing(part))]) for part in (trace / k, rest))
-        )
+        rest = (square * square - trace) * (1 - 1 / k)
         self.linear = gram(K)
         self.bend, self.twist = layer.activation.derivative(2, self.z), layer.activation.derivative(3, self.z)
+        self.quadratic = ellipsoid_sum(
+            *(weighted_images(layer.down, [(self.bend / 2, enclosing(part))]) for part in (trace / k, rest))
+        )
         self.adjoint = adjoint @ layer.down
 
-    def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Bound the Taylor remainder of the feed-forward layer for all changes |δ| ≤ ``epsilon`` of the
-        network's input, and for all errors of the layer's input in the ellipsoids ``errors``.
-
-        The tokens at the layer's input change by G δ + e, where G is ``tangents`` and e an error.
-        """
+    def _left(self, epsilon: float, errors: Tensor) -> Left:
         # Ellipsoid matrices are squares of lengths: ε² belongs to changes linear in δ, ε⁴ to quadratic ones.
         linear = epsilon**2 * self.linear
         y = enclosing(ellipsoid_image(self.layer.up, errors))
@@ -161,15 +156,12 @@ class FeedForwardRemainder:
         beyond = ((self.bend / 2, product(y, y)), (self.twist / 6, product(z, z, z)))
         change = z.diagonal(dim1=1, dim2=2).sqrt()
         fourth = self.layer.activation.beyond(3, self.z, change)
-        crossed = (self.bend, product(linear, y))
-        shape = product_shape(self.layer, (crossed, *beyond), fourth, epsilon**4 * self.quadratic)
-        margin = (self.adjoint.abs() * fourth).sum(1)
-        for factor, matrix in beyond:
-            margin = margin + pulled_product(self.adjoint * factor, matrix)
-        return Left(shape, upper(margin.sum()))
+        products = ((self.bend, product(linear, y)), *beyond)
+        quadratic = epsilon**4 * self.quadratic
+        return neuron_bounds(self.layer, self.adjoint, products, beyond, fourth, quadratic)
 
 
-class GatedFeedForwardRemainder:
+class GatedFeedForwardRemainder(Remainder):
     """Bounds on the Taylor remainder of a gated feed-forward layer, computed neuron by neuron.
 
     With z and v changed by Δz = K δ + y and Δv, φ(z) v leaves out v (φ(z + Δz) − φ − φ' Δz) +
@@ -186,66 +178,54 @@ class GatedFeedForwardRemainder:
         self.twist_v = layer.activation.derivative(2, self.z)
         self.adjoint = adjoint @ layer.down
 
-    def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Bound the Taylor remainder of the gated layer for all changes |δ| ≤ ``epsilon`` of the network's
-        input, and for all errors of the layer's input in the ellipsoids ``errors``.
-
-        The tokens at the layer's input change by G δ + e, where G is ``tangents`` and e an error.
-        """
+    def _left(self, epsilon: float, errors: Tensor) -> Left:
         layer = self.layer
         y, w = enclosing(ellipsoid_image(layer.gate, errors)), enclosing(ellipsoid_image(layer.up, errors))
         z, v = ellipsoid_sum(epsilon**2 * self.linear, y), ellipsoid_sum(epsilon**2 * self.linear_v, w)
         third = ((self.twist / 6, product(z, z, z)), (self.twist_v / 2, product(z, z, v)))
         rest = gated_rest(layer, self.z, self.v, z, v)
-        shape = product_shape(
-            layer, ((self.bend / 2, product(z, z)), (self.mixed, product(z, v)), *third), rest
-        )
-        margin = (self.adjoint.abs() * rest).sum(1)
-        for factor, matrix in ((self.bend / 2, product(y, y)), (self.mixed, product(y, w)), *third):
-            margin = margin + pulled_product(self.adjoint * factor, matrix)
-        return Left(shape, upper(margin.sum()))
+        products = ((self.bend / 2, product(z, z)), (self.mixed, product(z, v)), *third)
+        beyond = ((self.bend / 2, product(y, y)), (self.mixed, product(y, w)), *third)
+        return neuron_bounds(layer, self.adjoint, products, beyond, rest)
 
 
 def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Tensor) -> Tensor:
-    """Bound, for each neuron of a gated layer, the error of the third-order Taylor polynomial of its output
-    φ(z) v.
-
-    The changes of z and v lie in the ellipsoids ``dz`` and ``dv`` (n, m, m).
+    """Bound the error of the third-order Taylor polynomial of φ(z) v for each neuron of a gated layer, whose
+    z and v change within the ellipsoids ``dz`` and ``dv`` (n, m, m).
     """
     of_z, of_v = (shape.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt() for shape in (dz, dv))
     return upper(v.abs()) * layer.activation.beyond(3, z, of_z) + of_v * layer.activation.beyond(2, z, of_z)
 
 
-def product_shape(
+def neuron_bounds(
     layer: FeedForward | GatedFeedForward,
-    products: tuple[tuple[Tensor, Tensor], ...],
+    adjoint: Tensor,
+    products: Sequence[tuple[Tensor, Tensor]],
+    beyond: Sequence[tuple[Tensor, Tensor]],
     rest: Tensor,
     *outputs: Tensor,
-) -> Tensor:
-    """Return ellipsoids that contain the changes of a feed-forward layer's outputs, given ellipsoids of the
-    changes in its neurons.
+) -> Left:
+    """Return bounds for a feed-forward layer, given ellipsoids (n, m, m) of the changes in its neurons.
 
-    The ellipsoids contain W₂ (Σ factor ∘ w + r) + v for w in ellipsoids (n, m, m), |r| ≤ ``rest`` entry by
-    entry, and v in each of the ellipsoids ``outputs`` (n, d_out, d_out).
+    The ellipsoids contain W₂ (Σ factor ∘ w + r) + v for w in the ellipsoids of ``products``, |r| ≤ ``rest``
+    entry by entry, and v in each of the ellipsoids ``outputs`` (n, d_out, d_out). The effect on the margin is
+    that of Σ factor ∘ w + r for w in the ellipsoids of ``beyond``, combined with ``adjoint`` (n, m).
     """
     size = torch.linalg.vector_norm(rest, dim=1)
-    beyond = size.square()[:, None, None] * gram(layer.down)
-    return ellipsoid_sum(weighted_images(layer.down, products), beyond, *outputs)
-
-
-def pulled_product(combination: Tensor, matrix: Tensor) -> Tensor:
-    """Bound the inner product of a given vector with every point of an ellipsoid, for each of n tokens."""
-    return half_widths(matrix, combination[:, None])[:, 0]
+    of_rest = size.square()[:, None, None] * gram(layer.down)
+    shape = ellipsoid_sum(weighted_images(layer.down, products), of_rest, *outputs)
+    margin = (adjoint.abs() * rest).sum(1)
+    for factor, matrix in beyond:
+        margin = margin + half_widths(matrix, (adjoint * factor)[:, None])[:, 0]
+    return Left(shape, upper(margin.sum()))
 
 
 def mean_square(weights: Tensor, values: Tensor) -> Tensor:
-    """Return for each query the root mean square of given values, weighted by its attention weights.
-
-    ``values`` has the shape (heads, n) or (heads, rows, n).
+    """Return for each query the root mean square of values (heads, n) or (heads, rows, n), weighted by its
+    attention weights.
     """
-    if values.ndim == 2:
-        return torch.einsum("hij,hj->hi", weights, values.square()).sqrt()
-    return torch.einsum("hij,hij->hi", weights, values.square()).sqrt()
+    each = "hj" if values.ndim == 2 else "hij"
+    return torch.einsum(f"hij,{each}->hi", weights, values.square()).sqrt()
 
 
 class Reached(NamedTuple):
@@ -270,19 +250,19 @@ class AttentionErrors:
     """A function that bounds the effect of token errors, given as ellipsoids, in an attention layer."""
 
     def __init__(self, attention: Attention, own: Softmax, adjoint: Tensor) -> None:
-        self.attention, self.weights = attention, largest_weights(attention, own)
+        self.attention = attention
+        P = upper(own.weights)
+        #: Upper bounds on the attention weights, zero for keys that a query does not see.
+        self.weights = P if attention.visible is None else P * attention.visible[attention.rows]
         self.out = attention.output @ attention.value_weight
-        w = torch.einsum("hoe,io->hie", attention.output, adjoint)
+        self.by_head = w = torch.einsum("hoe,io->hie", attention.output, adjoint)
         self.by_key = torch.einsum("hie,hjed->hjid", own.q, attention.key_maps(own.k.shape[1]))
         self.by_value = torch.einsum("hie,hed->hid", w, attention.value_weight)
         keys = own.k[:, None] - torch.einsum("hij,hje->hie", own.weights, own.k)[:, :, None]
         self.by_query = torch.einsum("hije,hied->hijd", keys, attention.query_maps())
 
     def __call__(self, errors: Tensor) -> Reached:
-        """Bound the effect of token errors on the queries, keys, scores and values of an attention layer.
-
-        ``errors`` has one ellipsoid for each token.
-        """
+        """Bound the effect of token errors in the given ellipsoids (n, d, d)."""
         P, attention, rows = self.weights, self.attention, errors[self.attention.rows]
         each_key = radii(errors, attention.key_maps(len(errors)))
         key = half_widths(errors, self.by_key).mT
@@ -299,15 +279,11 @@ class AttentionErrors:
 
 
 def spread_shape(covariance: Tensor, factor: Tensor) -> Tensor:
-    """Return ellipsoids that contain the covariances of values with scores of deviation at most ``factor``,
-    given the ellipsoids for scores of deviation at most 1.
-
-    The matrix of each ellipsoid is multiplied by the square of ``factor``.
-    """
+    """Return the ellipsoids of covariances with scores of deviation ``factor``, given those for 1."""
     return covariance * factor.square()[..., None, None]
 
 
-class AttentionRemainder:
+class AttentionRemainder(Remainder):
     """Bounds on the Taylor remainder of attention, computed for each query and each head.
 
     A score changes by t = ℓ + b, linear and bilinear. With h(s) = E_{P_s}[v + s dv], P_s ∝ P e^{st}, the
@@ -317,7 +293,8 @@ class AttentionRemainder:
 
     def __init__(self, attention: Attention, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
         at = attention.softmax(u)
-        P = largest_weights(attention, at)
+        self.errors = AttentionErrors(attention, at, adjoint)
+        P = self.errors.weights
         root = P.sqrt()
         self.weights, self.seen = P, P > 0
         dq, dk, dv = attention.tangents(tangents)
@@ -327,22 +304,16 @@ class AttentionRemainder:
         self.query = spectral_norm(dq)
         self.key = weighted_norm(P, dk)
         self.each_key = spectral_norm(dk)
-        self.errors = AttentionErrors(attention, at, adjoint)
-        self.value = value_shapes(P, torch.einsum("hod,ndk->hnok", self.errors.out, tangents))
-        self.spread = value_covariance(attention, at)
-        w = torch.einsum("hoe,io->hie", attention.output, adjoint)
+        self.value = _value_shapes(P, torch.einsum("hod,ndk->hnok", self.errors.out, tangents))
+        self.spread = gram((root[..., None] * centred_values(attention, at)).mT)
+        w = self.errors.by_head
         c = at.centred(w @ at.v.mT)
         self.largest = (c.abs() * self.seen).amax(2)
         self.deviation = torch.linalg.vector_norm(root * c, dim=2)
         dc = at.centred(torch.einsum("hie,hjek->hijk", w, dv))
         self.pulled = spectral_norm(root[..., None] * dc)
 
-    def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Bound the Taylor remainder of attention for all changes |δ| ≤ ``epsilon`` of the network's input,
-        and for all errors of the layer's input in the ellipsoids ``errors``.
-
-        The tokens at the layer's input change by G δ + e, where G is ``tangents`` and e an error.
-        """
+    def _left(self, epsilon: float, errors: Tensor) -> Left:
         P, of = self.weights, self.errors(errors)
         dq = epsilon * self.query + of.query
         dk = epsilon * self.key + of.key
@@ -373,31 +344,15 @@ class AttentionRemainder:
         return Left(ellipsoid_sum(*shape), margin.sum())
 
 
-def largest_weights(attention: Attention, own: Softmax) -> Tensor:
-    """Return upper bounds on the attention weights, which are zero for keys that a query does not see."""
-    P = upper(own.weights)
-    return P if attention.visible is None else P * attention.visible[attention.rows]
-
-
-def value_covariance(attention: Attention, own: Softmax) -> Tensor:
-    """Return an upper bound on the covariance matrix of the projected values under the attention weights of
-    each query.
-
-    It is Σ_j P_j v̄_j v̄_jᵀ (H, rows, d_out, d_out) of the values after the output map. It contains Cov(v, x)
-    for scores x of deviation 1.
-    """
+def centred_values(attention: Attention, own: Softmax) -> Tensor:
+    """Return the values after the output map, minus their mean for each query (H, rows, n, d_out)."""
     images = (attention.output @ own.v.mT).mT[:, None].expand(-1, own.weights.shape[1], -1, -1)
-    centred = own.centred(images)
-    root = largest_weights(attention, own).sqrt()[..., None] * centred
-    return gram(root.mT)
+    return own.centred(images)
 
 
-def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
-    """Return ellipsoids that contain the covariances of the changes of the values with all scores of
-    deviation at most 1, for changes |δ| ≤ 1 of the network's input.
-
-    The ellipsoids contain Cov(V δ, x) for all such scores x, and have the shape (H, rows, d_out, d_out). They
-    are Σ_j P_j V_j V_jᵀ, or the ball of :func:`weighted_norm` where its trace is smaller.
+def _value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
+    """Return ellipsoids (H, rows, d_out, d_out) that contain Cov(V δ, x) for all scores x of deviation at
+    most 1 and |δ| ≤ 1: Σ_j P_j V_j V_jᵀ, or the ball of ``weighted_norm`` where its trace is smaller.
     """
     apart = mixture(weights, gram(changes))
     joint = balls(weighted_norm(weights, changes), changes.shape[2])
@@ -405,17 +360,13 @@ def value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
     return torch.where(smaller[..., None, None], joint, apart)
 
 
-def remainder_of(
-    stage: Map, u: Tensor, tangents: Tensor, adjoint: Tensor
-) -> AttentionRemainder | NormRemainder | TokenwiseRemainder:
+def remainder_of(stage: Map, u: Tensor, tangents: Tensor, adjoint: Tensor) -> Remainder:
     """Return the object that bounds the second-order Taylor remainder of a layer at tokens u (n, d)."""
     if isinstance(stage, Attention):
         return AttentionRemainder(stage, u, tangents, adjoint)
     if isinstance(stage, Norm):
         return NormRemainder(stage, u, tangents, adjoint)
-    every = [slice(j, j + 1) for j in range(len(u))]
+    each = [(u[j : j + 1], tangents[j : j + 1], adjoint[j : j + 1]) for j in range(len(u))]
     if isinstance(stage, FeedForward):
-        return TokenwiseRemainder([FeedForwardRemainder(stage, u[j], tangents[j], adjoint[j]) for j in every])
-    return TokenwiseRemainder(
-        [GatedFeedForwardRemainder(stage, u[j], tangents[j], adjoint[j]) for j in every]
-    )
+        return TokenwiseRemainder([FeedForwardRemainder(stage, *one) for one in each])
+    return TokenwiseRemainder([GatedFeedForwardRemainder(stage, *one) for one in each])

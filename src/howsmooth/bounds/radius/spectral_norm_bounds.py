@@ -1,5 +1,4 @@
-"""Upper bounds on the spectral norms of batches of matrices, computed by powers of Gram matrices and rounded
-up.
+"""Upper bounds on the spectral norms of batches of matrices, by powers of Gram matrices, rounded up.
 
 A measured matrix is bounded by its computed numbers and the bound on its rounding error.
 """
@@ -22,10 +21,7 @@ _CHUNK = 256
 
 
 def spectral_norm(matrices: Float[Tensor, "*batch m r"]) -> Float[Tensor, "*batch"]:
-    """Return upper bounds on the spectral norms of a batch of matrices of shape (m, r).
-
-    They are at most r^(1/64) times too large.
-    """
+    """Return upper bounds on spectral norms, at most r^(1/64) times too large."""
     value, error = settled(matrices)
     return spectral_norms_above(value, _SQUARINGS) + error
 

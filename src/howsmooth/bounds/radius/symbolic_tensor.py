@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from howsmooth.bounds.radius.symbolic_terms import OTHER, DifferentOperationError, Terms
@@ -26,7 +27,19 @@ __all__ = ["SymbolicTensor", "refused_module", "run_on_symbols"]
 
 # Operations that only rearrange entries, which are done on the numbers of the terms.
 _REARRANGING = {
-    *("alias", "cat", "chunk", "clone", "detach", "expand", "flatten", "index", "index_select", "lift_fresh"),
+    *(
+        "alias",
+        "cat",
+        "chunk",
+        "clone",
+        "detach",
+        "expand",
+        "flatten",
+        "flip",
+        "index",
+        "index_select",
+        "lift_fresh",
+    ),
     *("narrow", "permute", "repeat", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze"),
     *("stack", "t", "transpose", "unbind", "unflatten", "unsafe_split", "unsqueeze", "view", "_unsafe_view"),
     "_reshape_alias",
@@ -86,20 +99,25 @@ class _Run(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _READING and any(isinstance(t, SymbolicTensor) for t in args):
             self._refuse("reads values of the tokens")
-        if name == "scaled_dot_product_attention" and any(isinstance(t, SymbolicTensor) for t in args[:3]):
+        if func is torch.nn.functional.scaled_dot_product_attention and any(
+            isinstance(t, SymbolicTensor) for t in args[:3]
+        ):
             return self._guarded(name, lambda: self._wrapped(self._attention(*args, **kwargs)))
         return func(*args, **kwargs)
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Perform an operation of PyTorch on terms."""
-        name = func.overloadpacket.__name__
+        name = func.overloadpacket.__name__ if func.namespace == "aten" else func.name()
+        self.terms.owner = self._running()
         return self._guarded(name, lambda: self._performed(func, name, args, kwargs))
 
     def _guarded(self, name: str, perform: Callable[[], Any]) -> Any:
         if self.refused is not None:
             raise self.refused
         try:
-            return perform()
+            # What is done with terms is no operation of the model.
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                return perform()
         except DifferentOperationError as error:
             self._refuse(str(error))
         except (
@@ -114,33 +132,29 @@ class _Run(TorchFunctionMode):
 
     def _refuse(self, why: str) -> None:
         """Raise CertificateError with the name of the module whose code is running."""
+        self.refused = self.refused or refused_module(self._names, why, self._running())
+        raise self.refused
+
+    def _running(self) -> nn.Module | None:
+        """Return the innermost module whose code is running."""
         frame: FrameType | None = sys._getframe()
         module = None
         while frame is not None and module not in self._names:
             own = frame.f_locals.get("self")
             module = own if isinstance(own, nn.Module) else None
             frame = frame.f_back
-        self.refused = self.refused or refused_module(self._names, why, module)
-        raise self.refused
+        return module
 
     def _wrapped(self, entries: Tensor) -> SymbolicTensor:
         return SymbolicTensor(entries, self)
 
+    def _entries(self, t: Tensor) -> Tensor:
+        return t.entries if isinstance(t, SymbolicTensor) else self.terms.fixed(t)
+
     def _performed(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-        known = [t for t in tensors if isinstance(t, SymbolicTensor)]
         if name in _SHAPE_ALONE:
             return func(*tree_map_only(SymbolicTensor, _blank, args), **kwargs)
         in_place = func._schema.is_mutable and name.endswith("_") and isinstance(args[0], SymbolicTensor)
-        # Before the first layer, anything may be computed; it is not followed.
-        if all(bool((t.entries == OTHER).all()) for t in known) and (in_place or not func._schema.is_mutable):
-            values = tree_map_only(SymbolicTensor, _blank, (args, kwargs))
-            results = tree_flatten(func(*values[0], **values[1]))[0]
-            if in_place:
-                return args[0]
-            if all(isinstance(t, Tensor) and t.dtype == torch.float64 for t in results):
-                others = [self._wrapped(torch.full(t.shape, OTHER)) for t in results]
-                return others[0] if len(others) == 1 else others
         if name == "_to_copy" and kwargs.get("dtype") in (None, torch.float64):
             return self._wrapped(args[0].entries.clone())
         if name in _REARRANGING and func._overloadname != "dtype":
@@ -175,7 +189,7 @@ class _Run(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        q, k, v = query.entries, key.entries, value.entries
+        q, k, v = (self._entries(t) for t in (query, key, value))
         if dropout_p or isinstance(attn_mask, SymbolicTensor):
             raise DifferentOperationError(
                 "computes attention with dropout, or a mask that depends on the tokens"
@@ -202,10 +216,8 @@ class _Run(TorchFunctionMode):
         return found, torch.full(found.shape[:-1], OTHER)
 
     def _product(self, a: Any, b: Any) -> Tensor:
-        if not isinstance(a, SymbolicTensor):
-            raise DifferentOperationError("multiplies the tokens by a matrix from the left")
         if isinstance(b, SymbolicTensor):
-            return _batched(self.terms.product, a.entries, b.entries)
+            return _batched(self.terms.product, self._entries(a), b.entries)
         return _batched(lambda u, w: self.terms.linear(u, w.mT, None), a.entries, b)
 
     def _addmm(self, bias: Tensor, a: Any, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -220,6 +232,56 @@ class _Run(TorchFunctionMode):
             raise DifferentOperationError("computes 'add' in a way that is not known")
         (u, c) = (a, b) if isinstance(a, SymbolicTensor) else (b, a)
         return self.terms.plus(u.entries, c)
+
+    def _sub(self, a: Any, b: Any, *, alpha: float = 1) -> Tensor:
+        negative = (
+            self._wrapped(self.terms.applied("neg", b.entries)) if isinstance(b, SymbolicTensor) else -b
+        )
+        return self._add(a, negative, alpha=alpha)
+
+    def _masked_fill(self, a: Any, mask: Tensor, value: Any) -> Tensor:
+        if not isinstance(a, SymbolicTensor) or isinstance(mask, SymbolicTensor):
+            raise DifferentOperationError("hides scores by a mask that depends on the tokens")
+        if not float(value) <= torch.finfo(torch.float32).min:
+            why = f"replaces scores by {float(value):g}, which hides no token; minus infinity does"
+            raise DifferentOperationError(why)
+        hidden = torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(mask, -math.inf)
+        return self.terms.plus(a.entries, hidden)
+
+    def _where(self, condition: Tensor, a: Any, b: Any) -> Tensor:
+        if isinstance(b, SymbolicTensor) or torch.as_tensor(b).numel() != 1:
+            raise DifferentOperationError("chooses between values")
+        return self._masked_fill(a, condition.logical_not(), b)
+
+    def _baddbmm(self, c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        product = self.terms.times(self._product(a, b), float(alpha))
+        if isinstance(c, SymbolicTensor):
+            raise DifferentOperationError("adds something to scores that depends on the tokens")
+        return self.terms.plus(product, c * beta) if beta else product
+
+    def _batch_norm(
+        self,
+        a: SymbolicTensor,
+        gain: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        *more: Any,
+    ) -> tuple[Any, ...]:
+        if any(flag is True for flag in more[:-2]):
+            raise DifferentOperationError("normalises by the statistics of its batch")
+        factor = (variance + more[-1]).rsqrt() * (1.0 if gain is None else gain)
+        offset = (0.0 if bias is None else bias) - mean * factor
+        found = self.terms.plus(self.terms.times(a.entries.movedim(1, -1), factor), offset).movedim(-1, 1)
+        return found, torch.full((0,), OTHER), torch.full((0,), OTHER)
+
+    def _rms_norm(
+        self, a: SymbolicTensor, shape: list[int], gain: Tensor | None, eps: float | None
+    ) -> tuple[Any, ...]:
+        if len(shape) != 1 or isinstance(gain, SymbolicTensor) or eps is None:
+            raise DifferentOperationError("normalises in a way that is not known")
+        unknown = torch.full((*a.shape[:-1], 1), OTHER)
+        return self.terms.norm(a.entries, False, eps, gain, None), unknown
 
     def _mul(self, a: Any, b: Any) -> Tensor:
         if isinstance(a, SymbolicTensor) and isinstance(b, SymbolicTensor):
@@ -242,9 +304,7 @@ class _Run(TorchFunctionMode):
         return self.terms.applied({"none": "gelu", "tanh": "gelu_tanh"}[approximate], a.entries)
 
     def _softmax(self, a: SymbolicTensor, dim: int, half_to_float: bool = False) -> Tensor:
-        if dim % a.ndim != a.ndim - 1:
-            raise DifferentOperationError("computes a softmax along another dimension than the last")
-        return self.terms.softmax(a.entries)
+        return self.terms.softmax(a.entries.movedim(dim, -1)).movedim(-1, dim)
 
     def _layer_norm(
         self, a: SymbolicTensor, shape: list[int], gain: Tensor | None, bias: Tensor | None, eps: float
@@ -275,6 +335,13 @@ _RULES: dict[str, Callable[..., Any]] = {
     "bmm": _Run._product,
     "addmm": _Run._addmm,
     "add": _Run._add,
+    "baddbmm": _Run._baddbmm,
+    "masked_fill": _Run._masked_fill,
+    "where": _Run._where,
+    "native_batch_norm": _Run._batch_norm,
+    "_native_batch_norm_legit_no_training": _Run._batch_norm,
+    "_fused_rms_norm": _Run._rms_norm,
+    "sub": _Run._sub,
     "mul": _Run._mul,
     "div": _Run._div,
     "pow": _Run._pow,
@@ -306,12 +373,12 @@ def _rearranged(t: Tensor) -> Tensor:
 
 
 def _batched(function: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """Apply a function of two matrices to batches (..., rows, columns) of them."""
-    if a.shape[:-2] != b.shape[:-2]:
-        raise DifferentOperationError("multiplies batches of different sizes")
+    """Apply a function of two matrices to batches (..., rows, columns) of them, broadcast to one size."""
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
     pairs = zip(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]), strict=True)
     found = torch.stack([function(*pair) for pair in pairs])
-    return found.reshape(*a.shape[:-2], *found.shape[1:])
+    return found.reshape(*batch, *found.shape[1:])
 
 
 def run_on_symbols(

@@ -1,5 +1,4 @@
-"""The class ``Terms``: entries of tensors as numbered terms, so that two computations are known to be equal
-if they consist of the same operations.
+"""The class ``Terms``: entries of tensors as numbered terms, which say how a model computes them.
 
 A term stands for a vector and is an operation with its operands, such as a linear map of a vector. An entry
 is the number of its term, times 2³², plus its place in the vector; a tensor is an int64 tensor of entries.
@@ -17,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OTHER", "TOKENS", "DifferentOperationError", "Terms"]
+__all__ = ["OTHER", "PLACES", "DifferentOperationError", "Terms", "constant", "entries_of", "key_of"]
 
-_PLACES = 2**32
+PLACES = 2**32
+"""An entry is the number of its term times this, plus its place."""
+
 _HIDDEN, _NO_WEIGHT, OTHER = -1, -2, -3
-TOKENS = 0
-_MASKS = (-math.inf, torch.finfo(torch.float64).min)
+_HIDES = torch.finfo(torch.float32).min  # a score so low, or lower, hides its key
 
 
 class DifferentOperationError(Exception):
@@ -37,12 +37,20 @@ class Terms:
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[Any, ...], int] = {("tokens",): TOKENS}
+        self._numbers: dict[tuple[Any, ...], int] = {("tokens",): 0}
         self._terms: list[tuple[Any, ...]] = [("tokens",)]
         self._places: dict[tuple[str, bytes], int] = {}
         self._weights: list[tuple[Tensor, Tensor, int]] = []
+        self._origins: dict[int, int] = {}
+        self._owners: list[Any] = [None]
+        self._lengths: dict[int, int] = {}
+        #: The vectors that were keys, at the places of their scores.
+        self.keys: list[Tensor] = []
+        #: Whose code computes the terms that are made from now on.
+        self.owner: Any = None
         self._multiplied: dict[tuple[bytes, float], Tensor] = {}
         self._seen: set[bytes] = set()
+        self._learning = False
 
     def __len__(self) -> int:
         return len(self._terms)
@@ -51,28 +59,45 @@ class Terms:
         found = self._numbers.setdefault(term, len(self._terms))
         if found == len(self._terms):
             self._terms.append(term)
+            self._owners.append(self.owner)
         return found
 
+    def __getitem__(self, number: int) -> tuple[Any, ...]:
+        """Return the operation of a term, and its operands as bytes of entries and of constants."""
+        return self._terms[number]
+
+    def owned(self, number: int) -> Any:
+        """Return the owner at the time at which a term was made first."""
+        return self._owners[number]
+
+    def whole(self, number: int) -> Tensor:
+        """Return all entries of a term that is neither linear nor a score."""
+        return self._vector(number, self._lengths[number])
+
+    def weights(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of weights (m, d) and biases (m,) at some places of linear terms."""
+        found = [(w[i], b[i]) for w, b, i in (self._weights[place] for place in places.tolist())]
+        rows, biases = (torch.stack(parts).detach().double() for parts in zip(*found, strict=True))
+        return rows, biases
+
     def _vector(self, number: int, length: int) -> Tensor:
-        return number * _PLACES + torch.arange(length)
+        return number * PLACES + torch.arange(length)
 
     def _named(self, length: int, *term: Any) -> Tensor:
-        return self._vector(self._number(*term), length)
+        number = self._number(*term)
+        self._lengths[number] = length
+        return self._vector(number, length)
 
     def _term(self, entries: Tensor) -> tuple[Any, ...]:
         """Return the term to whose vector all given entries belong, or an empty one."""
         first = int(entries[0])
-        same = first >= 0 and bool((entries // _PLACES == first // _PLACES).all())
-        return self._terms[first // _PLACES] if same else ("",)
+        same = first >= 0 and bool((entries // PLACES == first // PLACES).all())
+        return self._terms[first // PLACES] if same else ("",)
 
     def _kinds(self, entries: Tensor) -> set[Any]:
         """Return the operations from which entries come; entries without a term stand for themselves."""
-        named = {int(number) for number in (entries[entries >= 0] // _PLACES).unique()}
+        named = {int(number) for number in (entries[entries >= 0] // PLACES).unique()}
         return {self._terms[number][0] for number in named} | set(entries[entries < 0].tolist())
-
-    def newest(self, entries: Tensor) -> int:
-        """Return the largest number of the terms of some entries."""
-        return int(entries.max()) // _PLACES
 
     # ---- operations between entries and constants
 
@@ -80,7 +105,7 @@ class Terms:
         """Return W u + b for entries u (..., d), a weight (d_out, d) and a bias (d_out,)."""
         bias = weight.new_zeros(len(weight)) if bias is None else bias
         places = self._weight_places(weight, bias)
-        return _rows(lambda row: self._number("linear", _key(row)) * _PLACES + places, u)
+        return _rows(lambda row: self._number("linear", key_of(row)) * PLACES + places, u)
 
     def _weight_places(self, weight: Tensor, bias: Tensor) -> Tensor:
         """Return the numbers of the rows of a weight, each together with its entry of the bias."""
@@ -99,7 +124,12 @@ class Terms:
         gain = torch.ones(u.shape[-1], dtype=torch.float64) if gain is None else gain
         bias = torch.zeros_like(gain) if bias is None else bias
         settings = (bool(centred), float(eps), _bytes(gain), _bytes(bias))
-        return _rows(lambda row: self._named(len(row), "norm", *settings, _key(row)), u)
+        return _rows(lambda row: self._named(len(row), "norm", *settings, key_of(row)), u)
+
+    def fixed(self, constants: Tensor) -> Tensor:
+        """Return constants as entries."""
+        return _rows(lambda row: self._named(len(row), "constant", row.numpy().tobytes()),
+                     constants.detach().double().cpu() + 0.0)  # fmt: skip
 
     def times(self, u: Tensor, factor: Tensor | float) -> Tensor:
         """Multiply entries by a constant."""
@@ -114,20 +144,23 @@ class Terms:
         kind, *of = self._term(row)
         if kind == "dot" and bool((factor == factor[0]).all()):
             return self._scaled(row, float(factor[0]))
-        whole = bool((row == self._vector(int(row[0]) // _PLACES, len(row))).all())
+        whole = bool((row == self._vector(int(row[0]) // PLACES, len(row))).all())
         if kind == "norm" and whole and of[2:4] == [_bytes(torch.ones_like(factor)), _bytes(0 * factor)]:
             return self._named(len(row), "norm", *of[:2], _bytes(factor), *of[3:])
-        return self._named(len(row), "times", _key(row), _bytes(factor))
+        return self._named(len(row), "times", key_of(row), _bytes(factor))
 
     def plus(self, u: Tensor, offset: Tensor | float) -> Tensor:
         """Add a constant to entries; a mask hides scores."""
         return _with_constant(self._plus, u, offset)
 
     def _plus(self, row: Tensor, offset: Tensor) -> Tensor:
-        hidden = torch.isin(offset, torch.tensor(_MASKS, dtype=torch.float64))
-        if bool(((offset == 0) | hidden).all()) and (not bool(hidden.any()) or self._kinds(row) == {"dot"}):
-            return torch.where(hidden, _HIDDEN, row)
-        return self._named(len(row), "plus", _key(row), _bytes(offset))
+        hidden = offset <= _HIDES
+        seen = ~hidden & (row != _HIDDEN)
+        found = torch.where(seen, row, _HIDDEN)
+        if bool((offset[seen] == 0).all()):
+            return found
+        found[seen] = self._named(int(seen.sum()), "plus", key_of(row[seen]), _bytes(offset[seen]))
+        return found
 
     # ---- operations between entries
 
@@ -136,13 +169,13 @@ class Terms:
 
         def one(row: Tensor) -> Tensor:
             self._learn_activations(row)
-            return self._named(len(row), name, _key(row))
+            return self._named(len(row), name, key_of(row))
 
         return _rows(one, u)
 
     def add(self, u: Tensor, v: Tensor) -> Tensor:
         """Add entries."""
-        return _rows(lambda a, b: self._named(len(a), "add", *sorted((_key(a), _key(b)))), u, v)
+        return _rows(lambda a, b: self._named(len(a), "add", *sorted((key_of(a), key_of(b)))), u, v)
 
     def multiply(self, u: Tensor, v: Tensor) -> Tensor:
         """Multiply entries."""
@@ -151,17 +184,17 @@ class Terms:
     def _multiply(self, a: Tensor, b: Tensor) -> Tensor:
         for row, other in ((a, b), (b, a)):
             kind, *of = self._term(other) if bool((other == other[0]).all()) else ("",)
-            if kind == "rsqrt" and (term := self._term(_entries(of[0])))[0] == "plus":
-                square = _entries(term[1])
-                offset = torch.frombuffer(bytearray(term[2]), dtype=torch.float64)
+            if kind == "rsqrt" and (term := self._term(entries_of(of[0])))[0] == "plus":
+                square = entries_of(term[1])
+                offset = constant(term[2])
                 if len(square) == 1 and bool((square == self.mean(self._multiply(row, row), 0)).all()):
                     return self.norm(row, False, float(offset[0]), None, None)
-        return self._named(len(a), "multiply", *sorted((_key(a), _key(b))))
+        return self._named(len(a), "multiply", *sorted((key_of(a), key_of(b))))
 
     def total(self, u: Tensor, dim: int) -> Tensor:
         """Add the entries along a dimension."""
         u = u.movedim(dim, -1)
-        found = _rows(lambda row: row if len(row) == 1 else self._named(1, "total", _key(row)), u)
+        found = _rows(lambda row: row if len(row) == 1 else self._named(1, "total", key_of(row)), u)
         return found[..., 0]
 
     def mean(self, u: Tensor, dim: int) -> Tensor:
@@ -181,45 +214,54 @@ class Terms:
             found = []
             for key, other in zip(keys, factors, strict=True):
                 own = row if factor * other == 1 else self._scaled(row, factor * other)
-                found.append(self._number("dot", _key(own)) * _PLACES + key)
+                found.append(self._number("dot", key_of(own)) * PLACES + key)
             return torch.tensor(found)
 
         return _rows(one, q)
 
     def _key_place(self, row: Tensor) -> int:
-        return self._places.setdefault(("key", _key(row)), len(self._places))
+        place = self._places.setdefault(("key", key_of(row)), len(self.keys))
+        if place == len(self.keys):
+            self.keys.append(row)
+        return place
 
     def _factor(self, row: Tensor) -> float:
         """Return the number that was multiplied to a whole query or key last, or 1."""
         kind, *of = self._term(row)
         if kind == "times":
-            factor = torch.frombuffer(bytearray(of[1]), dtype=torch.float64)
+            factor = constant(of[1])
             if bool((factor == factor[0]).all()):
                 return float(factor[0])
         return 1.0
 
     def _plain(self, row: Tensor) -> Tensor:
-        return row if self._factor(row) == 1 else _entries(self._term(row)[1])[row % _PLACES]
+        return row if self._factor(row) == 1 else entries_of(self._term(row)[1])[row % PLACES]
 
     def _scaled(self, row: Tensor, factor: float) -> Tensor:
         """Multiply entries by a number, in the weights of the linear map that they come from."""
         found = row.clone()
-        for number in (row // _PLACES).unique().tolist():
-            here = row // _PLACES == number
-            places = row[here] % _PLACES
+        for number in (row // PLACES).unique().tolist():
+            here = row // PLACES == number
+            places = row[here] % PLACES
             kind, *of = self._terms[number] if number >= 0 else ("",)
             if kind == "linear":
-                found[here] = number * _PLACES + self._scaled_weights(places, factor)
+                found[here] = number * PLACES + self._scaled_weights(places, factor)
             elif kind == "dot":
-                own = self._scaled(_entries(of[0]), factor)
-                found[here] = self._number("dot", _key(own)) * _PLACES + places
+                own = self._scaled(entries_of(of[0]), factor)
+                found[here] = self._number("dot", key_of(own)) * PLACES + places
             elif kind == "add":
-                found[here] = self.add(*(self._scaled(_entries(one), factor) for one in of))[places]
+                found[here] = self.add(*(self._scaled(entries_of(one), factor) for one in of))[places]
             elif kind == "times":
-                constant = torch.frombuffer(bytearray(of[1]), dtype=torch.float64)
-                found[here] = self.times(self._scaled(_entries(of[0]), factor), constant)[places]
+                scaled = self._scaled(entries_of(of[0]), factor)
+                found[here] = self.times(scaled, constant(of[1]))[places]
+            elif kind == "norm":
+                centred, eps, gain, bias, u = of
+                gain, bias = (constant(part) * factor for part in (gain, bias))
+                found[here] = self.norm(entries_of(u), centred, eps, gain, bias)[places]
+            elif kind == "constant":
+                found[here] = self.fixed(constant(of[0]) * factor)[places]
             elif kind == "neg":
-                found[here] = self.applied("neg", self._scaled(_entries(of[0]), factor))[places]
+                found[here] = self.applied("neg", self._scaled(entries_of(of[0]), factor))[places]
             else:
                 raise DifferentOperationError("multiplies scores that are not of linear queries and keys")
         return found
@@ -228,12 +270,21 @@ class Terms:
         """Multiply rows of weights, given by their numbers, by ``factor``, and return the numbers of the new
         rows.
         """
-        key = (_key(places), factor)
+        key = (key_of(places), factor)
         if key not in self._multiplied:  # once for all tokens
             rows = [(w[i], b[i]) for w, b, i in (self._weights[place] for place in places.tolist())]
             weight, bias = (torch.stack(parts) * factor for parts in zip(*rows, strict=True))
-            self._multiplied[key] = self._weight_places(weight, bias)
+            found = self._weight_places(weight, bias)
+            self._multiplied[key] = found
+            for place, origin in zip(found.tolist(), places.tolist(), strict=True):
+                self._origins.setdefault(place, self._origins.get(origin, origin))
         return self._multiplied[key]
+
+    def order(self, places: Tensor) -> Tensor:
+        """Return the order of the rows of weights in the model, with those that were multiplied in the place
+        of the original ones.
+        """
+        return torch.tensor([self._origins.get(place, place) for place in places.tolist()]).argsort()
 
     def softmax(self, scores: Tensor) -> Tensor:
         """Return the attention weights of scores (..., keys), some of which may be hidden."""
@@ -241,7 +292,7 @@ class Terms:
         def one(row: Tensor) -> Tensor:
             seen = row != _HIDDEN
             found = torch.full_like(row, _NO_WEIGHT)
-            found[seen] = self._named(int(seen.sum()), "softmax", _key(row[seen]))
+            found[seen] = self._named(int(seen.sum()), "softmax", key_of(row[seen]))
             return found
 
         return _rows(one, scores)
@@ -251,7 +302,7 @@ class Terms:
 
         def one(row: Tensor) -> Tensor:
             seen = row != _NO_WEIGHT
-            return self._named(v.shape[1], "weighted", _key(row[seen]), _key(v[seen].flatten()))
+            return self._named(v.shape[1], "weighted", key_of(row[seen]), key_of(v[seen].flatten()))
 
         return _rows(one, weights)
 
@@ -266,10 +317,11 @@ class Terms:
 
         The entries are outputs of a linear map; before they were changed.
         """
-        key = _key(row)
-        if key in self._seen or self._kinds(row) != {"linear"}:
+        key = key_of(row)
+        if self._learning or key in self._seen or self._kinds(row) != {"linear"}:
             return
         self._seen.add(key)
+        self._learning = True
         half = self.times(row, 0.5)
         cubic = self.add(row, self.times(self.applied("cube", row), 0.044715))
         inner = self.applied("tanh", self.times(cubic, math.sqrt(2.0 / math.pi)))
@@ -281,18 +333,27 @@ class Terms:
             "gelu": (half, self.plus(erf, 1.0)),
         }
         for name, (a, b) in ways.items():
-            self._numbers["multiply", *sorted((_key(a), _key(b)))] = self._number(name, key)
+            self._numbers["multiply", *sorted((key_of(a), key_of(b)))] = self._number(name, key)
+            self._lengths[self._number(name, key)] = len(row)
+        self._learning = False
 
 
-def _bytes(constant: Tensor) -> bytes:
-    return (constant.detach().cpu().double() + 0.0).contiguous().numpy().tobytes()  # no −0
+def _bytes(vector: Tensor) -> bytes:
+    return (vector.detach().cpu().double() + 0.0).contiguous().numpy().tobytes()  # no −0
 
 
-def _key(entries: Tensor) -> bytes:
+def constant(key: bytes) -> Tensor:
+    """Return a constant vector of an operation, given as bytes."""
+    return torch.frombuffer(bytearray(key), dtype=torch.float64)
+
+
+def key_of(entries: Tensor) -> bytes:
+    """Return entries as bytes, which an operation has as an operand."""
     return entries.contiguous().numpy().tobytes()
 
 
-def _entries(key: bytes) -> Tensor:
+def entries_of(key: bytes) -> Tensor:
+    """Return the entries of an operand."""
     return torch.frombuffer(bytearray(key), dtype=torch.int64)
 
 
@@ -306,10 +367,8 @@ def _rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     return torch.stack(found).reshape(*same[0].shape[:-1], *(found[0].shape if same[0].ndim else ()))
 
 
-def _with_constant(
-    function: Callable[[Tensor, Tensor], Tensor], u: Tensor, constant: Tensor | float
-) -> Tensor:
-    fixed = torch.as_tensor(constant, dtype=torch.float64)
+def _with_constant(function: Callable[[Tensor, Tensor], Tensor], u: Tensor, given: Tensor | float) -> Tensor:
+    fixed = torch.as_tensor(given, dtype=torch.float64)
     shape = torch.broadcast_shapes(u.shape, fixed.shape)
     u, fixed = u.expand(shape), fixed.expand(shape)
     pairs = zip(u.reshape(-1, *shape[-1:] or (1,)), fixed.reshape(-1, *shape[-1:] or (1,)), strict=True)

@@ -1,7 +1,7 @@
 """Bounds on the Taylor remainder of each layer on a ball, for the third-order expansion of the margin.
 
 The displacement of a token at the input of a stage is Δ = G δ + e, e = ½ Q[δ, δ] + x, x in an ellipsoid. A
-remainder turns ε and the ellipsoids (n, d, d) of x into ``shape``, ellipsoids that contain S_j with
+remainder turns ε and the ellipsoids ``errors`` (n, d, d) of x into ``shape``, ellipsoids that contain S_j,
 S = F(X + Δ) − F(X) − DF Δ − ½ D²F[Gδ, Gδ], and ``margin``, a bound on |½ eᵀ M e + a · T − c[δ, δ, δ]|, with
 T = F(X + Δ) − F(X) − DF Δ − ½ D²F[Δ, Δ] and c the cubic form ``cubic`` of the stage.
 
@@ -11,7 +11,7 @@ Proofs: documentation page "A proved radius for a whole network".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,47 +31,31 @@ from howsmooth.bounds.radius.ellipsoid_arithmetic import (
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.second_order_remainders import (
     NEARLY_ONE,
-    AttentionErrors,
+    AttentionRemainder,
+    GatedFeedForwardRemainder,
     Left,
+    NormRemainder,
+    Remainder,
     TokenwiseRemainder,
+    centred_values,
     gated_rest,
-    largest_weights,
     mean_square,
+    neuron_bounds,
     norm_shape,
-    product_shape,
-    pulled_product,
     spread_shape,
-    value_covariance,
-    value_shapes,
 )
-from howsmooth.bounds.radius.spectral_norm_bounds import (
-    each_form_norm,
-    form_norm,
-    spectral_norm,
-    weighted_norm,
-)
-from howsmooth.bounds.radius.transformer_layers import (
-    Attention,
-    FeedForward,
-    GatedFeedForward,
-    Map,
-    Norm,
-    Softmax,
-)
+from howsmooth.bounds.radius.spectral_norm_bounds import each_form_norm, form_norm
+from howsmooth.bounds.radius.transformer_layers import Attention, FeedForward, GatedFeedForward, Map, Norm
 from howsmooth.rounding import INFLATION
-from howsmooth.rounding.rounded_tensor import lower, plain, upper
+from howsmooth.rounding.rounded_tensor import plain
 
 # So many outputs of attention are expanded at once.
 _OUTPUTS = 16
 
 __all__ = [
-    "CubicAttention",
-    "CubicFeedForward",
-    "CubicGatedFeedForward",
-    "CubicNorm",
-    "Expansion",
+    "CubicAttention", "CubicFeedForward", "CubicGatedFeedForward", "CubicNorm", "Expansion",
     "cubic_remainder_of",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,22 +83,18 @@ class Expansion:
         return Expansion(u, tangents, forms, self.pairs, adjoint, self.given, self.check)
 
 
-class CubicNorm:
+class CubicNorm(NormRemainder):
     """Bounds on the Taylor remainder of a norm layer, for the third-order expansion of the margin.
 
     Along a ray, h/|h| has Taylor coefficients of norm at most 1/√3, 1/2 and 1 in the orders 2, 3 and above.
     """
 
     def __init__(self, norm: Norm, at: Expansion) -> None:
-        direction, r = norm.direction_and_length(at.u)
-        self.r = lower(r[:, 0]).clamp_min(0)
-        w = norm.centre(at.tangents)
-        self.linear = spectral_norm(w) / self.r
+        super().__init__(norm, at.u, at.tangents, at.adjoint)
+        self.linear = self.size / self.r
         self.form = form_norm(norm.centre(at.forms), at.pairs) / 2 / self.r
-        self.norm = norm
-        self.centre = norm.centre(torch.eye(at.u.shape[1], dtype=at.u.dtype)[None])[0]
-        b = norm.scaled(at.adjoint)
-        self.adjoint = torch.linalg.vector_norm(b, dim=1)
+        direction, r = norm.direction_and_length(at.u)
+        w, b = norm.centre(at.tangents), norm.scaled(at.adjoint)
         along = torch.einsum("nd,ndk->nk", direction, w) / r
         own = torch.einsum("nd,ndk->nk", b, w) / r
         square = at.pairs.packed(w.mT @ w) / r**2
@@ -122,12 +102,7 @@ class CubicNorm:
         radial = torch.einsum("nd,nd->n", direction, b)[:, None] * along
         self.cubic = own.T @ (1.5 * y - 0.5 * square) + radial.T @ (1.5 * square - 2.5 * y)
 
-    def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the Taylor remainder of the norm layer for |δ| ≤ ε, given ellipsoids of the input
-        errors.
-
-        The bounds are infinite where a token could be displaced by its whole length.
-        """
+    def _left(self, epsilon: float, errors: Tensor) -> Left:
         e = epsilon**2 * self.form + radii(errors, self.centre) / self.r
         linear = epsilon * self.linear
         t = (linear + e) * INFLATION
@@ -138,7 +113,7 @@ class CubicNorm:
         return Left(shape, torch.where(t < NEARLY_ONE, margin, torch.inf).sum())
 
 
-class CubicFeedForward:
+class CubicFeedForward(Remainder):
     """Bounds on the third-order Taylor remainder of a feed-forward layer, computed neuron by neuron.
 
     The preactivations change by z = K δ + y, y = ½ W₁ Q[δ, δ] + W₁ x. The cubic part of W₂ φ is bounded by
@@ -170,13 +145,9 @@ class CubicFeedForward:
             mixed.append(enclosing(crossed + crossed.mT + both + bent[j]))
             self.cubic += (K[j] * (adjoint[j] * self.twist[j] / 6)[:, None]).T @ squares
         self.forms = torch.stack(forms)
-        third = product(self.linear, torch.stack(mixed))
-        self.third = ellipsoid_image(layer.down, third)
+        self.third = ellipsoid_image(layer.down, product(self.linear, torch.stack(mixed)))
 
-    def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the Taylor remainder of the feed-forward layer for |δ| ≤ ε, given ellipsoids of
-        the input errors.
-        """
+    def _left(self, epsilon: float, errors: Tensor) -> Left:
         activation = self.layer.activation
         linear = epsilon**2 * self.linear
         error = enclosing(ellipsoid_image(self.layer.up, errors))
@@ -187,21 +158,17 @@ class CubicFeedForward:
             (self.twist / 2, product(linear, linear, y)),
             (self.twist / 2, product(linear, y, y)),
             (self.twist / 6, product(y, y, y)),
-            (self.layer.activation.derivative(4, self.z) / 24, product(z, z, z, z)),
+            (activation.derivative(4, self.z) / 24, product(z, z, z, z)),
         )
         change = half_widths(errors, self.layer.up) + epsilon**2 * self.forms
         change = change + linear.diagonal(dim1=1, dim2=2).sqrt()
         change = torch.minimum(change, z.diagonal(dim1=1, dim2=2).sqrt())
         fifth = activation.beyond(4, self.z, change)
-        crossed = (self.bend, product(linear, error))
-        shape = product_shape(self.layer, (crossed, *beyond), fifth, epsilon**6 * self.third)
-        margin = (self.adjoint.abs() * fifth).sum(1)
-        for factor, matrix in beyond:
-            margin = margin + pulled_product(self.adjoint * factor, matrix)
-        return Left(shape, upper(margin.sum()))
+        products = ((self.bend, product(linear, error)), *beyond)
+        return neuron_bounds(self.layer, self.adjoint, products, beyond, fifth, epsilon**6 * self.third)
 
 
-class CubicGatedFeedForward:
+class CubicGatedFeedForward(GatedFeedForwardRemainder):
     """Bounds on the third-order Taylor remainder of a gated feed-forward layer, computed neuron by neuron.
 
     z changes by p + y and v by q + w, p and q linear in δ. All products are bounded by entrywise products of
@@ -209,30 +176,20 @@ class CubicGatedFeedForward:
     """
 
     def __init__(self, layer: GatedFeedForward, at: Expansion) -> None:
-        self.layer = layer
-        self.z, self.v = layer.preactivations(at.u)
-        pairs = at.pairs
-        dz, dv = layer.gate @ at.tangents, layer.up @ at.tangents
-        self.linear, self.linear_v = gram(dz), gram(dv)
-        self.bend, self.mixed = layer.bends(at.u)
-        self.twist = layer.activation.derivative(3, self.z) * self.v
-        self.twist_v = layer.activation.derivative(2, self.z)
-        self.adjoint = at.adjoint @ layer.down
-        forms = gram(at.forms / 2)
+        super().__init__(layer, at.u, at.tangents, at.adjoint)
+        pairs, forms = at.pairs, gram(at.forms / 2)
         self.squared, self.squared_v = (
             enclosing(ellipsoid_image(matrix, forms)) for matrix in (layer.gate, layer.up)
         )
         self.cubic = at.u.new_zeros(pairs.k, len(pairs.i))
+        dz, dv = layer.gate @ at.tangents, layer.up @ at.tangents
         at.check()
         for j in range(len(at.u)):
             by_z = dz[j] * (self.adjoint[j] * self.twist[j] / 6)[:, None]
             by_v = dv[j] * (self.adjoint[j] * self.twist_v[j] / 2)[:, None]
             self.cubic += (by_z + by_v).T @ pairs.square(dz[j])
 
-    def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the Taylor remainder of the gated layer for |δ| ≤ ε, given ellipsoids of the input
-        errors.
-        """
+    def _left(self, epsilon: float, errors: Tensor) -> Left:
         layer = self.layer
         p, q = epsilon**2 * self.linear, epsilon**2 * self.linear_v
         y = ellipsoid_sum(epsilon**4 * self.squared, enclosing(ellipsoid_image(layer.gate, errors)))
@@ -251,14 +208,11 @@ class CubicGatedFeedForward:
             (self.twist_v, product(p, y, v)),
             (self.twist_v / 2, product(y, y, v)),
         )
-        shape = product_shape(layer, (*second, *crossed, *cubes), rest)
-        margin = (self.adjoint.abs() * rest).sum(1)
-        for factor, matrix in (*second, *beyond):
-            margin = margin + pulled_product(self.adjoint * factor, matrix)
-        return Left(shape, upper(margin.sum()))
+        products = (*second, *crossed, *cubes)
+        return neuron_bounds(layer, self.adjoint, products, (*second, *beyond), rest)
 
 
-class CubicAttention:
+class CubicAttention(AttentionRemainder):
     """Bounds on the third-order Taylor remainder of attention, computed for each query and each head.
 
     A score changes by t = ℓ + c with ℓ linear in δ and c = ½ ℓ(Q) + b + ℓ(x), b = dq·dk; a value by
@@ -268,23 +222,19 @@ class CubicAttention:
     """
 
     def __init__(self, attention: Attention, at: Expansion) -> None:
-        own = attention.softmax(at.u)
-        P = largest_weights(attention, own)
+        super().__init__(attention, at.u, at.tangents, at.adjoint)
+        tensors = _Tensors(attention, at, self.errors.out)
+        own, scores, dq, dk, dv = tensors.own, tensors.scores, tensors.dq, tensors.dk, tensors.dv
+        P, pairs = self.weights, at.pairs
         root = P.sqrt()
-        pairs = at.pairs
-        self.weights, self.seen, self.rows = P, P > 0, attention.rows
-        dq, dk, dv = attention.tangents(at.tangents)
         moves = (plain(dq) != 0).any(3).any(2).any(0)
         if at.given:
             q2, k2, v2 = (part.new_zeros(*part.shape[:3], len(pairs.i)) for part in (dq, dk, dv))
         else:
             q2, k2, v2 = (part / 2 for part in attention.tangents(at.forms))
-        scores = attention.score_changes(own, dq, dk)
-        self.score = torch.linalg.vector_norm(scores, dim=3)
-        self.score_deviation = spectral_norm(root[..., None] * scores)
-        self.query, self.query_form = spectral_norm(dq), form_norm(q2, pairs)
-        self.key, self.key_form = weighted_norm(P, dk), mean_square(P, form_norm(k2, pairs))
-        self.each_key, self.each_key_form = spectral_norm(dk), form_norm(k2, pairs)
+        self.query_form = form_norm(q2, pairs)
+        self.each_key_form = form_norm(k2, pairs)
+        self.key_form = mean_square(P, self.each_key_form)
         curved = attention.score_changes(own, q2, k2)
         bilinear = scores.new_zeros(*scores.shape[:3], len(pairs.i))
         for h in range(len(P)):
@@ -296,19 +246,10 @@ class CubicAttention:
         both = curved + bilinear
         self.form_deviation = form_norm(root[..., None] * both, pairs)
         self.form = each_form_norm(both, pairs)
-        self.errors = AttentionErrors(attention, own, at.adjoint)
-        out = self.errors.out
-        self.value = value_shapes(P, torch.einsum("hod,ndk->hnok", out, at.tangents))
-        self.value_form = mixture(P, ellipsoid_image(out[:, None], gram(at.forms / 2)))
-        self.spread = value_covariance(attention, own)
-        images = (attention.output @ own.v.mT).mT[:, None].expand(-1, P.shape[1], -1, -1)
-        spread = own.centred(images)
-        w = torch.einsum("hoe,io->hie", attention.output, at.adjoint)
+        self.value_form = mixture(P, ellipsoid_image(self.errors.out[:, None], gram(at.forms / 2)))
+        w = self.errors.by_head
         c = own.centred(w @ own.v.mT)
-        self.largest = (c.abs() * self.seen).amax(2)
-        self.deviation = torch.linalg.vector_norm(root * c, dim=2)
         dc = own.centred(torch.einsum("hie,hjek->hijk", w, dv))
-        self.pulled = spectral_norm(root[..., None] * dc)
         dc2 = own.centred(torch.einsum("hie,hjep->hijp", w, v2))
         self.pulled_form = form_norm(root[..., None] * dc2, pairs)
         squares = pairs.square(scores)
@@ -318,7 +259,6 @@ class CubicAttention:
         second = bilinear + squares / 6 - mean / 2
         self.cubic = torch.einsum("hijk,hijp->kp", weighted * dc, first)
         self.cubic += torch.einsum("hijk,hijp->kp", weighted * c[..., None] * scores, second)
-        tensors = _Tensors(attention, at, own, scores, spread, out)
         # A row of the first layer whose own token stands still is bounded well enough by moments alone.
         self.exact = moves if at.given else torch.ones_like(moves)
         size = attention.output.shape[1]
@@ -330,10 +270,7 @@ class CubicAttention:
             if self.crossed is not None:
                 self.crossed[:, i] = tensors.crossed(i)
 
-    def __call__(self, epsilon: float, errors: Tensor) -> Left:
-        """Return bounds on the Taylor remainder of attention for |δ| ≤ ε, given ellipsoids of the input
-        errors.
-        """
+    def _left(self, epsilon: float, errors: Tensor) -> Left:
         P, square, of = self.weights, epsilon**2, self.errors(errors)
         # Queries and keys: the first order and the rest. All that is named without "each" is a deviation.
         dq1, dk1 = epsilon * self.query, epsilon * self.key
@@ -426,20 +363,16 @@ class _Tensors:
     The mixed derivative is D²F[Gδ, x], where x is the error of the tokens' second-order expansion in δ.
     """
 
-    def __init__(
-        self, attention: Attention, at: Expansion, own: Softmax, scores: Tensor, spread: Tensor, out: Tensor
-    ) -> None:
-        self.attention, self.at, self.own, self.scores, self.spread = attention, at, own, scores, spread
-        self.dq, self.dk, _ = attention.tangents(at.tangents)
+    def __init__(self, attention: Attention, at: Expansion, out: Tensor) -> None:
+        self.attention, self.at, self.out = attention, at, out
+        self.own = attention.softmax(at.u)
+        self.dq, self.dk, self.dv = attention.tangents(at.tangents)
+        self.scores = attention.score_changes(self.own, self.dq, self.dk)
+        self.spread = centred_values(attention, self.own)
         self.values = torch.einsum("hod,ndk->hnok", out, at.tangents)
-        self.out = out
 
     def cubic(self, i: int, forms: Tensor, squares: Tensor, mean: Tensor, q2: Tensor, k2: Tensor) -> Tensor:
-        """Return an ellipsoid (d_out, d_out) that contains the cubic term in δ of the attention output of
-        query i, for all |δ| ≤ 1.
-
-        It is a Gram matrix.
-        """
+        """Return the ellipsoid (d_out, d_out) of the cubic term of query i for |δ| ≤ 1, a Gram matrix."""
         P, score, pairs = self.own.weights[:, i], self.scores[:, i], self.at.pairs
         weighted = P[..., None] * self.spread[:, i]  # (H, n, d_out)
         left = torch.cat([P[..., None, None] * self.values, weighted[..., None] * score[:, :, None]])
@@ -466,11 +399,8 @@ class _Tensors:
         return gram(found).sum(0)
 
     def crossed(self, i: int) -> Tensor:
-        """Return ellipsoids that contain the mixed second derivatives of the attention output of query i,
-        along δ and along the error of one token j.
-
-        They have the shape (n, d_out, d_out), contain D²F[Gδ, x_j] in row i over all |δ| ≤ 1, |x_j| ≤ 1, and
-        are Gram matrices.
+        """Return ellipsoids (n, d_out, d_out) that contain D²F[Gδ, x_j] in row i for each token j and all
+        |δ| ≤ 1, |x_j| ≤ 1. They are Gram matrices.
         """
         attention, own = self.attention, self.own
         query_maps, key_maps = attention.query_maps(), attention.key_maps(own.k.shape[1])
@@ -495,23 +425,13 @@ class _Tensors:
         return torch.stack(found)
 
 
-class CubicTokenWise(TokenwiseRemainder):
-    """Bounds on the third-order remainder of a layer that acts on each token separately, collected from
-    bounds for the single tokens.
-    """
-
-    def __init__(self, each: Sequence[CubicFeedForward | CubicGatedFeedForward]) -> None:
-        super().__init__(each)
-        self.cubic = sum((one.cubic for one in each[1:]), each[0].cubic)
-
-
-def cubic_remainder_of(stage: Map, at: Expansion) -> CubicAttention | CubicNorm | CubicTokenWise:
+def cubic_remainder_of(stage: Map, at: Expansion) -> Remainder:
     """Return the object that bounds the third-order Taylor remainder of a layer."""
     if isinstance(stage, Attention):
         return CubicAttention(stage, at)
     if isinstance(stage, Norm):
         return CubicNorm(stage, at)
-    every = [at.token(j) for j in range(len(at.u))]
+    each = [at.token(j) for j in range(len(at.u))]
     if isinstance(stage, FeedForward):
-        return CubicTokenWise([CubicFeedForward(stage, one) for one in every])
-    return CubicTokenWise([CubicGatedFeedForward(stage, one) for one in every])
+        return TokenwiseRemainder([CubicFeedForward(stage, one) for one in each])
+    return TokenwiseRemainder([CubicGatedFeedForward(stage, one) for one in each])

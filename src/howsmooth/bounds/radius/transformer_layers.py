@@ -1,30 +1,29 @@
 """The layers of a Transformer (attention, feed-forward, norm), with their first and second derivatives in
 closed form.
 
-Tokens u have the shape (n, d). Tangents have the shape (n, d, k): k directions at once. Adjoints have the
-shape of a stage's outputs, with or without such an axis of directions. Everything is float64.
+Each layer has the same five methods. ``value`` returns its outputs (n', d_out) for tokens u (n, d). ``push``
+multiplies its Jacobian at u by tangents (n, d, k), k vectors at once, and ``pull`` the transposed Jacobian by
+adjoints (n', d_out, k). ``second`` returns the second derivative along k tangents as packed quadratic forms
+(n', d_out, p) in k variables. ``curvature`` multiplies the Hessian of ⟨adjoint, outputs⟩ by tangents, for one
+adjoint (n', d_out). Everything is float64.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.rounding import INFLATION, gamma
-from howsmooth.rounding.rounded_tensor import (
-    Rounded,
-    along,
-    exact,
-    lower,
-    plain,
-    upper,
-)
+from howsmooth.rounding.rounded_tensor import Rounded, along, exact, lower, plain, upper
+
+_Function = Callable[[Tensor], Tensor]
+_Bound = Callable[[Tensor, Tensor], Tensor]
 
 # An extremum that lies outside of an interval by less than this counts as inside.
 _NEAR = 1e-9
@@ -52,9 +51,7 @@ class Norm:
         return tangents - tangents.mean(1, keepdim=True) if self.centred else tangents
 
     def direction_and_length(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the normalised tokens (n, d) of the norm layer before gain and bias, and the norms r (n, 1)
-        by which it divides.
-        """
+        """Return the tokens h/r (n, d) before gain and bias, and the norms r (n, 1)."""
         h = self.centre(u)
         r = (h.square().sum(1, keepdim=True) + u.shape[1] * self.eps).sqrt()
         return h / r, r
@@ -65,28 +62,25 @@ class Norm:
         return adjoint * (factor[:, None] if adjoint.ndim == 3 else factor)
 
     def value(self, u: Tensor) -> Tensor:
-        """Return the outputs (n, d) of the norm layer for tokens u (n, d)."""
+        """Return the outputs (n, d) of the norm layer."""
         return self.scaled(self.direction_and_length(u)[0]) + self.bias
 
     def push(self, u: Tensor, tangents: Tensor) -> Tensor:
-        """Multiply the Jacobian of the norm layer at tokens u by tangents (n, d, k), k vectors at once."""
+        """Multiply the Jacobian of the norm layer by tangents (n, d, k)."""
         direction, r = self.direction_and_length(u)
         w = self.centre(tangents)
         along = torch.einsum("nd,ndk->nk", direction, w)
         return self.scaled((w - direction[..., None] * along[:, None]) / r[..., None])
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
-        """Multiply the transposed Jacobian of the norm layer at tokens u by adjoints (n, d, k)."""
+        """Multiply the transposed Jacobian of the norm layer by adjoints (n, d, k)."""
         direction, r = self.direction_and_length(u)
         b = self.scaled(adjoints)
         along = torch.einsum("nd,ndk->nk", direction, b)
         return self.centre((b - direction[..., None] * along[:, None]) / r[..., None])
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return the second derivative of the norm layer along k tangents, as quadratic forms in k variables.
-
-        The tangents have the shape (n, d, k), the quadratic forms (n, d, p).
-        """
+        """Return the second derivative of the norm layer along k tangents, as quadratic forms (n, d, p)."""
         direction, r = self.direction_and_length(u)
         w = self.centre(tangents)
         along = torch.einsum("nd,ndk->nk", direction, w)
@@ -98,7 +92,7 @@ class Norm:
         return found
 
     def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
-        """Multiply the Hessian of ⟨adjoint, outputs of the norm layer⟩ at tokens u by tangents (n, d, k)."""
+        """Multiply the Hessian of ⟨adjoint, outputs of the norm layer⟩ by tangents (n, d, k)."""
         direction, r = self.direction_and_length(u)
         w, b = self.centre(tangents), self.scaled(adjoint)
         own = torch.einsum("nd,nd->n", direction, b)[:, None, None]
@@ -109,44 +103,33 @@ class Norm:
 
 
 class Activation(NamedTuple):
-    """An activation function φ, applied entry by entry, with its first four derivatives.
+    """An activation function φ, applied entry by entry.
 
-    ``largest_third(z, width)``, ``largest_fourth`` and ``largest_fifth`` bound |φ'''|, |φ''''| and |φ⁽⁵⁾| on
-    the interval [z − width, z + width]. ``slopes`` bound |φ'| to |φ⁽⁵⁾| everywhere. With ``kink``, φ is ReLU,
-    and its derivatives are those beside 0.
+    ``derivatives`` are φ and its first four derivatives. ``largest`` bound |φ⁽³⁾|, |φ⁽⁴⁾| and |φ⁽⁵⁾| on the
+    interval [z − width, z + width], given z and width. ``slopes`` bound |φ'| to |φ⁽⁵⁾| everywhere. With
+    ``kink``, φ is ReLU: its derivatives are those beside 0, and ``largest`` is empty.
     """
 
-    value: Callable[[Tensor], Tensor]
-    first: Callable[[Tensor], Tensor]
-    second: Callable[[Tensor], Tensor]
-    third: Callable[[Tensor], Tensor]
-    fourth: Callable[[Tensor], Tensor]
-    largest_third: Callable[[Tensor, Tensor], Tensor]
-    largest_fourth: Callable[[Tensor, Tensor], Tensor]
-    largest_fifth: Callable[[Tensor, Tensor], Tensor]
+    derivatives: tuple[Callable[[Tensor], Tensor], ...]
+    largest: tuple[Callable[[Tensor, Tensor], Tensor], ...]
     slopes: tuple[float, float, float, float, float]
     kink: bool = False
 
     def derivative(self, order: int, z: Tensor) -> Tensor:
-        """Return the activation φ(z), or its derivative at z of the given order (at most 4), entry
-        by entry.
-        """
-        function = (self.value, self.first, self.second, self.third, self.fourth)[order]
+        """Return the derivative of the activation at z of the given order, from 0 to 4, entry by entry."""
+        function = self.derivatives[order]
         if self.kink and order == 1 and isinstance(z, Rounded):
             near = plain(z).abs() <= z.error  # on which side of 0 these lie is not known
             return exact(function(plain(z)), math.sqrt(int(near.sum())))
         return along(function, self.slopes[order], z)
 
     def beyond(self, order: int, z: Tensor, width: Tensor) -> Tensor:
-        """Bound the error of a Taylor polynomial of the activation around z, on the interval from z − width
-        to z + width.
-
-        The polynomial has the degree ``order``, which is 2, 3 or 4.
+        """Bound the error of the activation's Taylor polynomial around z of the degree ``order``, from 2 to
+        4, on the interval from z − width to z + width.
         """
         if self.kink:
             return (upper(width) - lower(z.abs())).clamp_min(0)
-        largest = (self.largest_third, self.largest_fourth, self.largest_fifth)[order - 2]
-        return largest(z, width) / math.factorial(order + 1) * width ** (order + 1)
+        return self.largest[order - 2](z, width) / math.factorial(order + 1) * width ** (order + 1)
 
 
 def _density(z: Tensor) -> Tensor:
@@ -157,11 +140,9 @@ def _normal(z: Tensor) -> Tensor:
     return torch.erfc(-z / math.sqrt(2)) / 2
 
 
-def _largest(function: Callable[[Tensor], Tensor], extrema: tuple[float, ...]) -> Any:
+def _largest(function: _Function, extrema: tuple[float, ...]) -> _Bound:
     """Return a function of (z, width) that bounds the absolute value of a given function on the interval from
-    z − width to z + width.
-
-    The supremum is the largest of the values at both ends and at those extrema that lie inside.
+    z − width to z + width, by the values at both ends and at those extrema that lie inside.
     """
 
     def largest(z: Tensor, width: Tensor) -> Tensor:
@@ -180,58 +161,39 @@ def _largest(function: Callable[[Tensor], Tensor], extrema: tuple[float, ...]) -
     return largest
 
 
-def _both(*squares: float) -> tuple[float, ...]:
-    """Return the positive and the negative square root of each given number."""
-    return tuple(sign * math.sqrt(square) for square in squares for sign in (1, -1))
+def _smooth(
+    functions: Sequence[_Function],
+    extrema: Sequence[tuple[float, ...]],
+    slopes: tuple[float, float, float, float, float],
+) -> Activation:
+    """Return the activation with given derivatives of order zero to five.
+
+    ``extrema`` are the zeros of the derivatives of order four, five and six that are not negative; each has a
+    negative counterpart.
+    """
+    largest = (
+        _largest(function, tuple(s * z for z in zeros for s in (1, -1)))
+        for function, zeros in zip(functions[3:], extrema, strict=True)
+    )
+    return Activation(tuple(functions[:5]), tuple(largest), slopes)
 
 
-def _halves(middle: float, root: float, divisor: float) -> tuple[float, float]:
-    """Return the two solutions (middle ± root) / divisor of a quadratic equation."""
-    return (middle - root) / divisor, (middle + root) / divisor
+def _of_tanh(function: _Function) -> _Function:
+    return lambda z: function(torch.tanh(z))
 
 
-def _gelu_third(z: Tensor) -> Tensor:
-    return _density(z) * (z**3 - 4 * z)
-
-
-def _gelu_fourth(z: Tensor) -> Tensor:
-    return _density(z) * (-(z**4) + 7 * z**2 - 4)
-
-
-def _tanh_third(z: Tensor) -> Tensor:
-    y = torch.tanh(z)
-    return (1 - y * y) * (6 * y * y - 2)
-
-
-def _tanh_fourth(z: Tensor) -> Tensor:
-    y = torch.tanh(z)
-    return (1 - y * y) * (16 * y - 24 * y**3)
-
-
-def _gelu_fifth(z: Tensor) -> Tensor:
-    return _density(z) * z * (z**4 - 11 * z**2 + 18)
-
-
-def _tanh_fifth(z: Tensor) -> Tensor:
-    square = torch.tanh(z) ** 2
-    return (1 - square) * (16 - 120 * square + 120 * square**2)
-
-
-def _tanh_second(z: Tensor) -> Tensor:
-    y = torch.tanh(z)
-    return -2 * y * (1 - y * y)
+def _zeros_of_tanh(*squares: float) -> tuple[float, ...]:
+    return tuple(math.atanh(math.sqrt(square)) for square in squares)
 
 
 def _gated_tanh(
     a: float, b: float, slopes: tuple[float, float, float, float, float], *extrema: tuple[float, ...]
 ) -> Activation:
-    """Return the activation z (1 + tanh(az + bz³))/2. SiLU and the tanh approximation of GELU have this form.
-
-    ``slopes`` bound the derivatives of order one to five; ``extrema`` are the zeros of the derivatives of
-    order four, five and six that are not negative.
+    """Return the activation z (1 + tanh(az + bz³))/2. SiLU and the tanh approximation of GELU have this
+    form.
     """
 
-    def derivative(order: int) -> Callable[[Tensor], Tensor]:
+    def derivative(order: int) -> _Function:
         def found(z: Tensor) -> Tensor:
             # Taylor coefficients of y = tanh g at z, from y' = (1 − y²) g'.
             slopes = (a + 3 * b * z * z, 3 * b * z, torch.full_like(z, b))
@@ -248,13 +210,7 @@ def _gated_tanh(
 
         return found
 
-    functions = [derivative(order) for order in range(6)]
-    third, fourth, fifth = (
-        _largest(function, tuple(s * z for z in zeros for s in (1, -1)))
-        for function, zeros in zip(functions[3:], extrema, strict=True)
-    )
-    value, first, second = functions[:3]
-    return Activation(value, first, second, functions[3], functions[4], third, fourth, fifth, slopes)
+    return _smooth([derivative(order) for order in range(6)], extrema, slopes)
 
 
 def _swish(slope: float) -> Activation:
@@ -269,33 +225,48 @@ def _swish(slope: float) -> Activation:
     return _gated_tanh(slope / 2, 0.0, slopes, *(tuple(z / slope for z in order) for order in zeros))
 
 
-def _zero(z: Tensor, width: Tensor | None = None) -> Tensor:
+def _zero(z: Tensor) -> Tensor:
     return torch.zeros_like(z)
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "gelu": Activation(
-        lambda z: z * _normal(z),
-        lambda z: _normal(z) + z * _density(z),
-        lambda z: _density(z) * (2 - z * z),
-        _gelu_third,
-        _gelu_fourth,
+    "identity": Activation(
+        (lambda z: z, lambda z: torch.zeros_like(z) + 1, *(_zero,) * 3),
+        (lambda z, width: torch.zeros_like(plain(z)),) * 3,
+        slopes=(1.0, 0.0, 0.0, 0.0, 0.0),
+    ),
+    "gelu": _smooth(
+        [
+            lambda z: z * _normal(z),
+            lambda z: _normal(z) + z * _density(z),
+            lambda z: _density(z) * (2 - z * z),
+            lambda z: _density(z) * (z**3 - 4 * z),
+            lambda z: _density(z) * (-(z**4) + 7 * z**2 - 4),
+            lambda z: _density(z) * z * (z**4 - 11 * z**2 + 18),
+        ],
         # The roots of z⁴ − 7z² + 4, of z (z⁴ − 11z² + 18) and of z⁶ − 16z⁴ + 51z² − 18.
-        _largest(_gelu_third, _both((7 - math.sqrt(33)) / 2, (7 + math.sqrt(33)) / 2)),
-        _largest(_gelu_fourth, (0.0, *_both(2, 9))),
-        _largest(_gelu_fifth, _both(0.40248426380182073, 3.7864793479239887, 11.811036388274188)),
+        [
+            (math.sqrt((7 - math.sqrt(33)) / 2), math.sqrt((7 + math.sqrt(33)) / 2)),
+            (0.0, math.sqrt(2), 3.0),
+            tuple(map(math.sqrt, (0.40248426380182073, 3.7864793479239887, 11.811036388274188))),
+        ],
         slopes=(1.13, 0.8, 0.78, 1.6, 2.85),
     ),
-    "tanh": Activation(
-        torch.tanh,
-        lambda z: 1 - torch.tanh(z) ** 2,
-        _tanh_second,
-        _tanh_third,
-        _tanh_fourth,
+    "tanh": _smooth(
+        [
+            torch.tanh,
+            _of_tanh(lambda y: 1 - y**2),
+            _of_tanh(lambda y: -2 * y * (1 - y * y)),
+            _of_tanh(lambda y: (1 - y * y) * (6 * y * y - 2)),
+            _of_tanh(lambda y: (1 - y * y) * (16 * y - 24 * y**3)),
+            _of_tanh(lambda y: (1 - y**2) * (16 - 120 * y**2 + 120 * (y**2) ** 2)),
+        ],
         # With y = tanh z: the roots of y (2 − 3y²), of 15y⁴ − 15y² + 2 and of y (45y⁴ − 60y² + 17).
-        _largest(_tanh_third, (0.0, *map(math.atanh, _both(2 / 3)))),
-        _largest(_tanh_fourth, tuple(map(math.atanh, _both(*_halves(15, math.sqrt(105), 30))))),
-        _largest(_tanh_fifth, (0.0, *map(math.atanh, _both(*_halves(30, math.sqrt(135), 45))))),
+        [
+            (0.0, *_zeros_of_tanh(2 / 3)),
+            _zeros_of_tanh((15 - math.sqrt(105)) / 30, (15 + math.sqrt(105)) / 30),
+            (0.0, *_zeros_of_tanh((30 - math.sqrt(135)) / 45, (30 + math.sqrt(135)) / 45)),
+        ],
         slopes=(1.0, 0.77, 2.0, 4.1, 16.0),
     ),
     "silu": _swish(1.0),
@@ -309,9 +280,8 @@ ACTIVATIONS: dict[str, Activation] = {
         (0.62441425371550965649, 1.9450780136177141645, 3.4998964931162857001),
     ),
     "relu": Activation(
-        torch.relu,
-        lambda z: (z > 0).to(z.dtype),
-        *(_zero,) * 6,
+        (torch.relu, lambda z: (z > 0).to(z.dtype), *(_zero,) * 3),
+        (),
         slopes=(1.0, 0.0, 0.0, 0.0, 0.0),
         kink=True,
     ),
@@ -337,38 +307,28 @@ class FeedForward:
         return u @ self.up.T + self.up_bias
 
     def value(self, u: Tensor) -> Tensor:
-        """Return the outputs (n, d_out) of the feed-forward layer for tokens u (n, d)."""
+        """Return the outputs (n, d_out) of the feed-forward layer."""
         return self.activation.derivative(0, self.preactivations(u)) @ self.down.T + self.down_bias
 
     def push(self, u: Tensor, tangents: Tensor) -> Tensor:
-        """Multiply the Jacobian of the feed-forward layer at tokens u by tangents (n, d, k), k vectors at
-        once.
-        """
+        """Multiply the Jacobian of the feed-forward layer by tangents (n, d, k)."""
         slope = self.activation.derivative(1, self.preactivations(u))
         return self.down @ (slope[..., None] * (self.up @ tangents))
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
-        """Multiply the transposed Jacobian of the feed-forward layer at tokens u by adjoints (n,
-        d_out, k).
-        """
+        """Multiply the transposed Jacobian of the feed-forward layer by adjoints (n, d_out, k)."""
         slope = self.activation.derivative(1, self.preactivations(u))
         return self.up.T @ (slope[..., None] * (self.down.T @ adjoints))
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return the second derivative of the feed-forward layer along k tangents, as quadratic forms in k
-        variables.
-
-        The tangents have the shape (n, d, k), the quadratic forms (n', d_out, p) for n' outputs.
-        """
+        """Return the second derivative of the feed-forward layer along k tangents, as quadratic forms."""
         bend = self.activation.derivative(2, self.preactivations(u))
         return torch.stack(
             [(self.down * b) @ pairs.square(self.up @ G) for b, G in zip(bend, tangents, strict=True)]
         )
 
     def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
-        """Multiply the Hessian of ⟨adjoint, outputs of the feed-forward layer⟩ at tokens u by tangents (n, d,
-        k).
-        """
+        """Multiply the Hessian of ⟨adjoint, outputs of the feed-forward layer⟩ by tangents (n, d, k)."""
         bend = self.activation.derivative(2, self.preactivations(u)) * (adjoint @ self.down)
         return self.up.T @ (bend[..., None] * (self.up @ tangents))
 
@@ -393,7 +353,7 @@ class GatedFeedForward:
         return u @ self.gate.T + self.gate_bias, u @ self.up.T + self.up_bias
 
     def value(self, u: Tensor) -> Tensor:
-        """Return the outputs (n, d_out) of the gated feed-forward layer for tokens u (n, d)."""
+        """Return the outputs (n, d_out) of the gated feed-forward layer."""
         z, v = self.preactivations(u)
         return (self.activation.derivative(0, z) * v) @ self.down.T + self.down_bias
 
@@ -403,30 +363,24 @@ class GatedFeedForward:
         return self.activation.derivative(1, z) * v, self.activation.derivative(0, z)
 
     def bends(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two second derivatives of the product φ(z) v. The first, φ''(z) v, is with respect to z, and
-        the second, φ'(z), is the mixed one with respect to z and v.
-        """
+        """Return the second derivative φ''(z) v of φ(z) v with respect to z, and the mixed one φ'(z)."""
         z, v = self.preactivations(u)
         return self.activation.derivative(2, z) * v, self.activation.derivative(1, z)
 
     def push(self, u: Tensor, tangents: Tensor) -> Tensor:
-        """Multiply the Jacobian of the gated layer at tokens u by tangents (n, d, k), k vectors at once."""
+        """Multiply the Jacobian of the gated layer by tangents (n, d, k)."""
         by_z, by_v = self.slopes(u)
         moved = by_z[..., None] * (self.gate @ tangents) + by_v[..., None] * (self.up @ tangents)
         return self.down @ moved
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
-        """Multiply the transposed Jacobian of the gated layer at tokens u by adjoints (n, d_out, k)."""
+        """Multiply the transposed Jacobian of the gated layer by adjoints (n, d_out, k)."""
         by_z, by_v = self.slopes(u)
         back = self.down.T @ adjoints
         return self.gate.T @ (by_z[..., None] * back) + self.up.T @ (by_v[..., None] * back)
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return the second derivative of the gated layer along k tangents, as quadratic forms in k
-        variables.
-
-        The tangents have the shape (n, d, k), the quadratic forms (n', d_out, p) for n' outputs.
-        """
+        """Return the second derivative of the gated layer along k tangents, as quadratic forms."""
         bend, mixed = self.bends(u)
         found = []
         for b, c, G in zip(bend, mixed, tangents, strict=True):
@@ -435,7 +389,7 @@ class GatedFeedForward:
         return torch.stack(found)
 
     def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
-        """Multiply the Hessian of ⟨adjoint, outputs of the gated layer⟩ at tokens u by tangents (n, d, k)."""
+        """Multiply the Hessian of ⟨adjoint, outputs of the gated layer⟩ by tangents (n, d, k)."""
         bend, mixed = (part * (adjoint @ self.down) for part in self.bends(u))
         dz, dv = self.gate @ tangents, self.up @ tangents
         by_z = bend[..., None] * dz + mixed[..., None] * dv
@@ -462,8 +416,8 @@ class Attention:
 
     ``query``, ``key`` and ``value_weight`` have the shape (H, e, d), their biases (H, e), and ``output`` (H,
     d_out, e). ``rows`` are the tokens whose outputs are computed; ``visible`` (n, n) says which tokens a row
-    sees, or is None for all. ``turns`` (n, e, e) are rotations of each token's queries and keys, or None. The
-    scale of the scores is part of the query.
+    sees, or is None for all. ``turns`` (n, e, e) are rotations of each token's queries and keys, or None, and
+    ``score_bias`` (H, n, n) is added to the scores. The scale of the scores is part of the query.
     """
 
     query: Tensor
@@ -477,6 +431,7 @@ class Attention:
     rows: Tensor
     visible: Tensor | None = None
     turns: Tensor | None = None
+    score_bias: Tensor | None = None
 
     def _turned(self, heads: Tensor, tokens: Tensor | slice) -> Tensor:
         """Apply rotary positions of the given tokens to queries or keys (H, tokens, e, ...)."""
@@ -497,20 +452,20 @@ class Attention:
         q, k = self._turned(q, self.rows), self._turned(k, slice(None))
         v = torch.einsum("hed,nd->hne", self.value_weight, u) + self.value_bias[:, None]
         scores = q @ k.mT
+        if self.score_bias is not None:
+            scores = scores + self.score_bias[:, self.rows]
         if self.visible is not None:
             scores = scores.masked_fill(~self.visible[self.rows], -torch.inf)
         return Softmax(q, k, v, scores.softmax(-1))
 
     def value(self, u: Tensor) -> Tensor:
-        """Return the outputs (rows, d_out) of the attention for tokens u (n, d)."""
+        """Return the outputs (rows, d_out) of the attention."""
         at = self.softmax(u)
         return torch.einsum("hoe,hie->io", self.output, at.weights @ at.v) + self.output_bias
 
     def tangents(self, tangents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the derivatives (H, n, e, k) of queries, keys and values along k tangents (n, d, k) of the
-        tokens.
-
-        The changes of the queries are those of ``rows`` only.
+        """Return the derivatives of the queries of ``rows``, and of all keys and values (H, n, e, k), along k
+        tangents (n, d, k).
         """
         dq = torch.einsum("hed,ndk->hnek", self.query, tangents[self.rows])
         dk = torch.einsum("hed,ndk->hnek", self.key, tangents)
@@ -518,16 +473,12 @@ class Attention:
         return dq, dk, torch.einsum("hed,ndk->hnek", self.value_weight, tangents)
 
     def score_changes(self, at: Softmax, dq: Tensor, dk: Tensor) -> Tensor:
-        """Return the derivatives (H, rows, n, k) of the scores along k tangents, minus their mean under the
-        attention weights of each query.
-
-        ``dq`` and ``dk`` are the derivatives of the queries and keys along these tangents.
-        """
+        """Return the derivatives (H, rows, n, k) of the centred scores, given those of queries and keys."""
         changes = torch.einsum("hiek,hje->hijk", dq, at.k) + torch.einsum("hie,hjek->hijk", at.q, dk)
         return at.centred(changes)
 
     def push(self, u: Tensor, tangents: Tensor) -> Tensor:
-        """Multiply the Jacobian of the attention at tokens u by tangents (n, d, k), k vectors at once."""
+        """Multiply the Jacobian of the attention by tangents (n, d, k)."""
         at = self.softmax(u)
         dq, dk, dv = self.tangents(tangents)
         moved = at.weights[..., None] * self.score_changes(at, dq, dk)
@@ -535,20 +486,17 @@ class Attention:
         return torch.einsum("hoe,hiek->iok", self.output, heads)
 
     def _back(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the gradient (n, d, k) with respect to the tokens, given the gradients with respect to
-        queries, keys and values.
-        """
+        """Return the gradient (n, d, k) by the tokens, given those by queries, keys and values."""
         if self.turns is not None:
             q = torch.einsum("nef,hnek->hnfk", self.turns[self.rows], q)
             k = torch.einsum("nef,hnek->hnfk", self.turns, k)
-        tokens = torch.einsum("hed,hnek->ndk", self.key, k) + torch.einsum(
-            "hed,hnek->ndk", self.value_weight, v
-        )
+        tokens = torch.einsum("hed,hnek->ndk", self.key, k)
+        tokens = tokens + torch.einsum("hed,hnek->ndk", self.value_weight, v)
         tokens[self.rows] += torch.einsum("hed,hnek->ndk", self.query, q)
         return tokens
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
-        """Multiply the transposed Jacobian of the attention at tokens u by adjoints (rows, d_out, k)."""
+        """Multiply the transposed Jacobian of the attention by adjoints (rows, d_out, k)."""
         at = self.softmax(u)
         w = torch.einsum("hoe,iok->hiek", self.output, adjoints)
         c = at.weights[..., None] * at.centred(torch.einsum("hiek,hje->hijk", w, at.v))
@@ -559,10 +507,7 @@ class Attention:
         )
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return the second derivative of the attention along k tangents, as quadratic forms in k variables.
-
-        The tangents have the shape (n, d, k), the quadratic forms (n', d_out, p) for n' outputs.
-        """
+        """Return the second derivative of the attention along k tangents, as quadratic forms."""
         at = self.softmax(u)
         dq, dk, dv = self.tangents(tangents)
         t = self.score_changes(at, dq, dk)
@@ -581,7 +526,7 @@ class Attention:
         return found
 
     def curvature(self, u: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
-        """Multiply the Hessian of ⟨adjoint, outputs of the attention⟩ at tokens u by tangents (n, d, k)."""
+        """Multiply the Hessian of ⟨adjoint, outputs of the attention⟩ by tangents (n, d, k)."""
         at = self.softmax(u)
         dq, dk, dv = self.tangents(tangents)
         t = self.score_changes(at, dq, dk)

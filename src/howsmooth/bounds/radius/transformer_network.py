@@ -1,10 +1,9 @@
-"""The class ``Network``: a Transformer classifier as a chain of stages, where a stage is a layer with its
-residual connection.
-"""
+"""The class ``Network``: a Transformer classifier as a chain of stages, layers with their residuals."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.transformer_layers import ACTIVATIONS, Activation, Attention, Map
-from howsmooth.rounding.rounded_tensor import FUZZ, exact
+from howsmooth.rounding.rounded_tensor import FUZZ, Rounded, exact
 
-__all__ = ["Network", "Stage"]
+__all__ = ["Network", "Stage", "with_rounding"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +35,7 @@ class Stage:
 
     @property
     def rows(self) -> Tensor | slice:
-        """The tokens whose outputs this stage computes: all tokens, or the tokens that its attention layer
-        selects.
-        """
+        """The tokens whose outputs this stage computes: all, or those that its attention layer selects."""
         return self.map.rows if isinstance(self.map, Attention) else slice(None)
 
     def _wired(self, state: Tensor, output: Tensor) -> Tensor:
@@ -47,21 +44,15 @@ class Stage:
         return torch.cat([state[self.rows], output], 1) if self.keep else output
 
     def value(self, x: Tensor) -> Tensor:
-        """Return the output (n', width') of this layer and its residual connection for the input x (n,
-        width).
-        """
+        """Return the output (n', width') for the input x (n, width)."""
         return self._wired(x, self.map.value(x[:, self.branch]))
 
     def push(self, x: Tensor, tangents: Tensor) -> Tensor:
-        """Multiply the Jacobian of this layer and its residual connection at x by tangents (n, width, k), k
-        vectors at once.
-        """
+        """Multiply the Jacobian at x by tangents (n, width, k), k vectors at once."""
         return self._wired(tangents, self.map.push(x[:, self.branch], tangents[:, self.branch]))
 
     def pull(self, x: Tensor, adjoints: Tensor) -> Tensor:
-        """Multiply the transposed Jacobian of this layer and its residual connection at x by adjoints (n',
-        width', k).
-        """
+        """Multiply the transposed Jacobian at x by adjoints (n', width', k)."""
         found = x.new_zeros(*x.shape, adjoints.shape[-1])
         if self.keep:
             found[self.rows] += adjoints[:, : x.shape[1]]
@@ -72,33 +63,26 @@ class Stage:
         return found
 
     def output_adjoint(self, x: Tensor, adjoint: Tensor) -> Tensor:
-        """Return the part of an adjoint of the stage's output that is the adjoint of the layer's output,
-        before the residual is added.
-
-        The adjoint has the shape (n', width', ...). The result is a slice of its columns.
+        """Return the columns of an adjoint (n', width', ...) that are that of the layer's own output, before
+        the residual is added.
         """
         return adjoint[:, x.shape[1] :] if self.keep else adjoint
 
     def curvature(self, x: Tensor, adjoint: Tensor, tangents: Tensor) -> Tensor:
-        """Multiply the Hessian of ⟨adjoint, output of this stage⟩ at its input x by tangents (n,
-        width, k).
-        """
+        """Multiply the Hessian of ⟨adjoint, output⟩ at x by tangents (n, width, k)."""
         found = x.new_zeros(*x.shape, tangents.shape[-1])
         own = self.output_adjoint(x, adjoint)
         found[:, self.branch] = self.map.curvature(x[:, self.branch], own, tangents[:, self.branch])
         return found
 
     def second(self, x: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
-        """Return the second derivative of the layer of this stage along k tangents, as quadratic forms in k
-        variables.
-        """
+        """Return the second derivative of the stage's layer along k tangents, as quadratic forms."""
         return self.map.second(x[:, self.branch], tangents[:, self.branch], pairs)
 
     def push_forms(self, x: Tensor, forms: Tensor | None, second: Tensor) -> Tensor:
-        """Return the second derivatives of the output of this stage with respect to the input of the network.
-
-        They are quadratic forms (n', width', p) in the change of the network's input. ``forms`` are those of
-        the stage's input, or None if they are zero; ``second`` is what its own layer's curvature adds.
+        """Return the second derivatives of the output by the network's input, quadratic forms (n', width',
+        p). ``forms`` are those of the stage's input, or None if they are zero; ``second`` is what the layer's
+        curvature adds.
         """
         if forms is None:
             width = second.shape[1] + (x.shape[1] if self.keep else 0)
@@ -110,7 +94,6 @@ class Stage:
 
 
 def _add(digest: Any, name: str, value: Any) -> None:
-    """Add a weight or a setting to a digest."""
     if isinstance(value, Tensor):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -120,22 +103,23 @@ def _add(digest: Any, name: str, value: Any) -> None:
     digest.update(repr((name, value)).encode())
 
 
+def with_rounding(weight: Tensor, constant: bool) -> Rounded:
+    """Return weights with a bound on their rounding errors. That of constants allows for logarithms, and for
+    sums that cancel.
+    """
+    size = float(weight.norm()) + (math.sqrt(weight.numel()) if constant else 0.0)
+    return exact(weight, 2 * FUZZ * size)
+
+
 def _rounded(layer: Any) -> Any:
-    weights = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    return replace(
-        layer,
-        **{
-            name: exact(weight, FUZZ * float(weight.norm()))
-            for name, weight in weights.items()
-            if isinstance(weight, Tensor) and weight.is_floating_point()
-        },
-    )
+    parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    weights = {n: w for n, w in parts.items() if isinstance(w, Tensor) and w.is_floating_point()}
+    return replace(layer, **{n: with_rounding(w, n.endswith("bias")) for n, w in weights.items()})
 
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A Transformer classifier: a sequence of stages (layers with residual connections), and a linear readout
-    of the logits.
+    """A Transformer classifier: a sequence of stages, and a linear readout of the logits.
 
     The logits are ⟨readout, last state⟩ + offset. ``readout`` has the shape (classes, n', width') of the last
     state, ``offset`` (classes,).
@@ -146,10 +130,7 @@ class Network:
     offset: Tensor
 
     def rounded(self) -> Network:
-        """Return the same network with weights that carry bounds on their rounding errors.
-
-        A weight may differ from the exact one by the rounding of a factor that was multiplied to it.
-        """
+        """Return the same network with weights that carry bounds on the roundings of factors in them."""
         return replace(self, stages=tuple(replace(s, map=_rounded(s.map)) for s in self.stages))
 
     def states(self, x: Tensor) -> Iterator[Tensor]:
@@ -160,8 +141,8 @@ class Network:
             yield x
 
     def digest(self) -> str:
-        """Return a SHA-256 hash of everything that the network computes with: the kinds of its layers, how
-        they are connected, and all their weights and settings.
+        """Return a SHA-256 hash of the kinds of the layers, how they are connected, and all their weights and
+        settings.
         """
         digest = hashlib.sha256()
         for stage in self.stages:

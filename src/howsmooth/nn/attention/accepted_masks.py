@@ -131,7 +131,7 @@ def _as_numbers(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _read(name: str, mask: Tensor, shapes: dict[tuple[int, ...], tuple[int, ...]], x: Tensor) -> Tensor:
-    """Return a mask of a call as numbers. ``shapes`` maps each accepted shape to the shape of the result."""
+    """``shapes`` maps each accepted shape to the shape of the result."""
     if not isinstance(mask, Tensor) or mask.layout is not torch.strided or mask.is_meta:
         got = type(mask).__name__ if not isinstance(mask, Tensor) else f"{mask.layout} on {mask.device}"
         raise ArgumentError(name, expected="a dense tensor", got=got)

@@ -21,7 +21,7 @@ from howsmooth.bounds import Bound, Quantity
 from howsmooth.bounds.bound import check_length, check_radius
 from howsmooth.bounds.differentiable_upper_bounds import HeadMatrices
 from howsmooth.bounds.visible_key_counts import VisibleRows
-from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError
+from howsmooth.errors import ArgumentError, HowsmoothError, NonFiniteError, check_number, check_whole
 from howsmooth.nn.attention.accepted_masks import AcceptedMasks
 from howsmooth.nn.attention.head_weights import (
     Weights,
@@ -31,15 +31,7 @@ from howsmooth.nn.attention.head_weights import (
     weights_in_double,
 )
 from howsmooth.nn.attention.output_divisor import CachedNumber, divided, is_far_from_zero, log_value
-from howsmooth.nn.checks import (
-    Placement,
-    check,
-    check_layer_input,
-    check_number,
-    check_placement,
-    check_size,
-    require,
-)
+from howsmooth.nn.checks import Placement, check, check_layer_input, check_placement, require
 from howsmooth.nn.lipschitz_module import LipschitzModule
 from howsmooth.rounding import above
 
@@ -128,8 +120,8 @@ class LipschitzAttention(LipschitzModule):
     ) -> None:
         super().__init__()
         check_placement(**placed)
-        self.embed_dim = check_size("embed_dim", embed_dim)
-        self.num_heads = check_size("num_heads", num_heads)
+        self.embed_dim = check_whole("embed_dim", embed_dim)
+        self.num_heads = check_whole("num_heads", num_heads)
         divides = self.embed_dim % self.num_heads == 0
         check(divides, "num_heads", f"a divisor of embed_dim = {embed_dim}", num_heads)
         self.head_dim = self.embed_dim // self.num_heads
@@ -169,7 +161,6 @@ class LipschitzAttention(LipschitzModule):
     in_proj_bias: nn.Parameter | None
 
     def _make_weights(self, placed: Placement) -> None:
-        """Create weights with the names, shapes and initial values of torch.nn.MultiheadAttention."""
         d, (name, count) = self.embed_dim, self._bias
         self.in_proj_weight = nn.Parameter(torch.empty((self._matrices * d, d), **placed))
         self.register_parameter("in_proj_bias", None)  # torch.nn.TransformerEncoderLayer reads it
@@ -180,7 +171,6 @@ class LipschitzAttention(LipschitzModule):
             nn.init.zeros_(self.out_proj.bias)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return the weights of the layer by name, also those that parametrizations compute."""
         found = {
             "in_proj_weight": self.in_proj_weight,
             self._bias[0]: getattr(self, self._bias[0]),
@@ -193,13 +183,11 @@ class LipschitzAttention(LipschitzModule):
         return projections_of(weights, self.num_heads)
 
     def _queries_keys_values(self, x: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries, keys and values (batch, heads, n, head_dim) of tokens x (batch, n, d)."""
         projected = nn.functional.linear(x, weights["in_proj_weight"], weights.get("in_proj_bias"))
         q, k, v = (self._by_head(part) for part in projected.chunk(3, dim=-1))
         return q, k, v
 
     def _scores(self, q: Tensor, k: Tensor, weights: Weights) -> Tensor:
-        """Return the attention scores (batch, heads, n, n)."""
         return (q / math.sqrt(self.head_dim)) @ k.mT
 
     def _probabilities(
@@ -225,10 +213,7 @@ class LipschitzAttention(LipschitzModule):
         return Bound.upper(self._bound_name, self._quantity(radius), self._source, log_formula=log_formula)
 
     def _undivided_output_radius(self, length: int, radius: float, weights: Weights) -> float:
-        """Return an upper bound on the norms of the output tokens before the output is divided.
-
-        ``weights`` are in float64 on the CPU. Here the output of a head is a mean of its values.
-        """
+        """Bound the norms of undivided output tokens. Here the output of a head is a mean of its values."""
         return hull_radius(self._parts(weights), radius)
 
     def _map(self, weights: Weights, scale: float) -> TokenMap:
@@ -265,7 +250,7 @@ class LipschitzAttention(LipschitzModule):
         return above(largest, _ROUNDINGS)
 
     def _claimed(self, length: object, radius: object) -> tuple[int, float]:
-        """Check a length and a radius, and return them. If the layer clips, larger radii become its own."""
+        """Check a length and a radius. A layer that clips tokens replaces a larger radius by its own."""
         n = check_length(length)
         # An infinite radius stands for all tokens, for a layer that clips or whose bound needs no radius.
         everywhere = radius == math.inf and (self.radius is not None or not self._needs_radius)
@@ -288,7 +273,7 @@ class LipschitzAttention(LipschitzModule):
         return weights
 
     def _log_divisor(self, weights: Weights) -> float:
-        """Return the log of the output's divisor, which is cached until a weight or a setting changes."""
+        """Return the log of the divisor, cached until a weight or a setting changes."""
         return self._log_divisor_of(
             weights, self._divisor_key, lambda: self._log_quotient(log_value(self._log, weights))
         )
@@ -313,7 +298,7 @@ class LipschitzAttention(LipschitzModule):
         return self._bound(self.masking.rows_at(length), radius, scaled).log() + size.log()
 
     def _log_quotient(self, log_formula: float) -> float:
-        """Return the log of the output's divisor, bound / constant, rounded up, from the log of the bound."""
+        """Convert the log of a Lipschitz bound to the log of the divisor bound / constant, rounded up."""
         assert self.constant is not None
         log = self._named_bound(log_formula, self._bound_radius).log_value
         if not abs(log) < _LARGEST_LOG:
@@ -332,7 +317,7 @@ class LipschitzAttention(LipschitzModule):
         return math.inf if self.radius is None else self.radius
 
     def train(self, mode: bool = True) -> Self:
-        """Set training or evaluation mode. In evaluation mode the divisor is cached for recorded graphs."""
+        """Set training or evaluation mode. Evaluation mode caches the divisor for recorded graphs."""
         super().train(mode)
         _remember_divisor(self)
         return self
@@ -390,7 +375,6 @@ class LipschitzAttention(LipschitzModule):
         return output, shown if need_weights else None
 
     def _undivided(self, x: Tensor, added: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Return the output for tokens x (batch, n, d) before its division, and the attention weights."""
         q, k, v = self._queries_keys_values(x, weights)
         probabilities = self._probabilities(q, k, v, added, weights)
         attended = (probabilities @ v).transpose(1, 2).flatten(2)
@@ -398,10 +382,7 @@ class LipschitzAttention(LipschitzModule):
         return output, probabilities
 
     def _inverse(self, weights: dict[str, Tensor], like: Tensor) -> Tensor:
-        """Return constant / bound, differentiable in the weights, on the device of ``like``.
-
-        It is in the dtype in which the layer computes: that of ``like``, or float64 if it is far from one.
-        """
+        """Return constant / bound, differentiable in the weights; float64 where it is far from one."""
         if torch.compiler.is_compiling():
             if self.training:
                 # torch.compile shows the words of an error only if its class has no constructor.
@@ -428,7 +409,7 @@ class LipschitzAttention(LipschitzModule):
         return factor.to(self._working(like, is_far_from_zero(quotient)))
 
     def _working(self, like: Tensor, far: bool | None = None) -> Tensor:
-        """Return an empty scalar in the dtype and on the device of :meth:`_inverse`, float64 if ``far``."""
+        """Return an empty scalar on the device of ``like``, in float64 if ``far``, else in its dtype."""
         far = self._log_divisor_of.far if far is None else far
         return like.new_empty((), dtype=torch.float64 if far else like.dtype)
 
@@ -439,7 +420,6 @@ class LipschitzAttention(LipschitzModule):
     def _checked(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Check the arguments of a call. Return the tokens (batch, n, d) to compute with, and the weights."""
         weights = self._weights()
         weight = next(iter(weights.values()))
         check_layer_input("query", query, like=weight)
@@ -508,8 +488,6 @@ class LipschitzAttention(LipschitzModule):
 
 
 class _LayerMap(TokenMap):
-    """A layer with given weights as a map of tokens, for variants without a class in howsmooth.attention."""
-
     def __init__(self, layer: LipschitzAttention, weights: Weights) -> None:
         self._layer = layer
         self._weights = {name: weight.detach().clone() for name, weight in weights.items()}
@@ -572,9 +550,7 @@ def _out_of_range(dtype: torch.dtype) -> HowsmoothError:
 
 
 def _remember_divisor(layer: LipschitzAttention, keys: object = None) -> None:
-    """Compute and cache the divisor of a layer in evaluation mode, because a graph that is recorded later
-    cannot compute it.
-    """
+    """Cache the divisor in evaluation mode: a graph that is recorded later cannot compute it."""
     weights = layer._weights()
     if layer.training or layer.constant is None or any(weight.is_meta for weight in weights.values()):
         return
@@ -584,7 +560,6 @@ def _remember_divisor(layer: LipschitzAttention, keys: object = None) -> None:
 
 
 def _refuse_batched(name: str, weight: Tensor) -> None:
-    """Raise ArgumentError if torch.func.vmap maps over a weight."""
     expected = "one weight for all members of torch.func.vmap, because the layer is divided by its bound"
     remedy = "Call such layers one after the other, or build them without constant."
     error = ArgumentError(name, expected=expected, got="a weight for each member", remedy=remedy)

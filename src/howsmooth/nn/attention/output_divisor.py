@@ -76,7 +76,7 @@ class CachedNumber:
 
 
 def is_far_from_zero(log: float) -> bool:
-    """Return whether e^log is so large or small that products of such numbers may leave float32."""
+    """Return whether products of numbers as large or small as e^log may leave the range of float32."""
     return abs(log) > _FAR
 
 

@@ -19,10 +19,10 @@ from howsmooth.attention import SinkhornAttention as SinkhornMap
 from howsmooth.attention import TokenMap
 from howsmooth.bounds.differentiable_upper_bounds import sinkhorn_layer
 from howsmooth.bounds.visible_key_counts import VisibleRows
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import ArgumentError, NonFiniteError, check_number, check_whole
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.attention.head_weights import Weights, scaled_weights
-from howsmooth.nn.checks import check_number, check_size, refuse_where
+from howsmooth.nn.checks import refuse_where
 
 __all__ = ["SinkhornAttention", "doubly_stochastic"]
 
@@ -73,7 +73,7 @@ class SinkhornAttention(LipschitzAttention):
         super().__init__(embed_dim, num_heads, **rest)
         expected = "a number from 1e-13 up to 1"
         self.tolerance = check_number("tolerance", tolerance, expected, lambda t: 1e-13 <= t < 1)
-        self.max_iterations = check_size("max_iterations", max_iterations)
+        self.max_iterations = check_whole("max_iterations", max_iterations)
         if self.masking.hidden is not None:
             _check_pattern(~self.masking.hidden, "mask")
 
@@ -111,7 +111,6 @@ def _closed(added: Tensor) -> Tensor:
 
 
 def _check_pattern(seen: Tensor, name: str) -> None:
-    """Raise ArgumentError unless a mask is symmetric and each token sees itself."""
     expected = "a symmetric mask in which each token sees itself, apart from padding"
     remedy = "Other masks may have no doubly stochastic matrix; a triangular mask has only the identity."
     symmetric = (seen == seen.mT) & seen.diagonal(dim1=-2, dim2=-1)[..., None]
@@ -235,7 +234,7 @@ _scaled.register_autograd(_Scaling.backward, setup_context=_Scaling.setup_contex
 
 
 def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
-    """Return the trial g of lowest objective or, where ``near`` is True, with column sums closest to one."""
+    """Return the trial g of the lowest objective or, where ``near``, with column sums closest to one."""
     if len(trials) == 1:
         return trials[0]
     ranks = []
@@ -251,10 +250,7 @@ def _best(scores: Tensor, trials: list[Tensor], near: Tensor) -> Tensor:
 
 
 def _normalised(scores: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiply column j of exp(scores) by exp(g_j), and divide each row by its sum.
-
-    The results are the logarithms of the matrix and of its column sums, and the largest |column sum − 1|.
-    """
+    """Return log P with rows of sum one, the logs of its column sums, and the largest violation."""
     log_p = torch.log_softmax(scores + g, dim=-1)
     columns = torch.logsumexp(log_p, dim=-2, keepdim=True)
     return log_p, columns, torch.expm1(columns).abs().amax(dim=-1, keepdim=True)

@@ -12,17 +12,15 @@ from howsmooth.attention import RMSNorm, SelfAttention, TokenMap
 from howsmooth.bounds import Quantity
 from howsmooth.bounds.differentiable_upper_bounds import query_key_norm_layer, softmax_layer
 from howsmooth.bounds.visible_key_counts import VisibleRows
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, check_number
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.attention.head_weights import Weights, hull_radius, scaled_weights
-from howsmooth.nn.checks import check, check_number
+from howsmooth.nn.checks import check
 
 __all__ = ["QueryKeyNormAttention", "SoftmaxAttention"]
 
 
 class _DotProductAttention(LipschitzAttention):
-    """Base class of the layers whose bounds are those of softmax attention."""
-
     def _quantity(self, radius: float) -> Quantity:
         return Quantity.MASKED if self.masking.kind == "causal" else Quantity.GLOBAL
 

@@ -14,13 +14,15 @@ from howsmooth.bounds.differentiable_upper_bounds import (
     HeadMatrices,
     l2_layer,
     lipschitz_norm_layer,
+    root,
     scaled_cosine_layer,
     sigmoid_layer,
 )
 from howsmooth.bounds.visible_key_counts import VisibleRows
+from howsmooth.errors import check_number
 from howsmooth.nn.attention.base import LipschitzAttention
 from howsmooth.nn.attention.head_weights import Weights, joined_radius, scaled_weights
-from howsmooth.nn.checks import check, check_number
+from howsmooth.nn.checks import check
 
 __all__ = ["CosineAttention", "L2Attention", "LipschitzNormAttention", "SigmoidAttention"]
 
@@ -182,8 +184,8 @@ class LipschitzNormAttention(LipschitzAttention):
             # A token is present if at least one query sees it.
             present = (added > -math.inf).any(dim=-2)[..., None].to(q.dtype)
             q, k, v = q * present, k * present, v * present
-        u = _root(q.square().sum(dim=(-2, -1)))
-        by_key, by_value = (_root(t.square().sum(dim=-1).amax(dim=-1)) for t in (k, v))
+        u = root(q.square().sum(dim=(-2, -1)))
+        by_key, by_value = (root(t.square().sum(dim=-1).amax(dim=-1)) for t in (k, v))
         # ‖Q‖_F max |k_j| is at least every |⟨q_i, k_j⟩|, so no score exceeds 1 in absolute value.
         divisor = torch.stack((u * by_key, u * by_value, by_key * by_value)).amax(dim=0)
         # If the divisor is zero, all scores are zero, and dividing by 1 keeps them so.
@@ -237,10 +239,3 @@ class SigmoidAttention(LipschitzAttention):
         largest = 1.0 if self.masking.kind == "additive" else torch.sigmoid(scores + self.shift)
         keys = self.masking.rows_at(length).most_keys
         return joined_radius(parts, keys * largest * parts.longest("value", radius))
-
-
-def _root(square: Tensor) -> Tensor:
-    """Return the square root of each entry, whose derivative at 0 is set to 0."""
-    # The inner where keeps sqrt away from 0, where its infinite derivative would give NaN gradients.
-    positive = square > 0
-    return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from howsmooth.errors import ArgumentError, NonFiniteError, reason
+from howsmooth.errors import ArgumentError, NonFiniteError, check_number, check_whole, reason
 from howsmooth.nn.certificates.model_bound import ModelCertificate, certify
 from howsmooth.nn.certificates.module_propagation import has_rules
-from howsmooth.nn.checks import check, check_number, check_size
+from howsmooth.nn.checks import check
 from howsmooth.nn.parts.embedding_and_pooling import Patches
 from howsmooth.rounding import above, limit_in_digits
 from howsmooth.watching import Call, StopForward, watched
@@ -115,7 +115,7 @@ def evaluate(
     """
     import pandas as pd
 
-    check_size("batch", batch)
+    check_whole("batch", batch)
     for name, given in (("inputs", inputs), ("labels", inputs if labels is None else labels)):
         remedy = "torch.from_numpy(x) makes one of an array."
         check(isinstance(given, Tensor), name, "a tensor", type(given).__name__, remedy)
@@ -170,7 +170,6 @@ def evaluate(
 
 
 def _tokens_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return the tokens (batch, n, d) to which the certificate of a model refers."""
     if inputs.ndim == 3:
         return inputs
     if inputs.ndim == 2:

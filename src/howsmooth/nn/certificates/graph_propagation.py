@@ -54,7 +54,7 @@ class _State:
 
 
 class _Recorder(fx.Tracer):
-    """A tracer that records PyTorch's modules (not Sequential) and modules of known constant as one node."""
+    """Each PyTorch module but Sequential, and each of known constant, becomes a single node."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         torchs = kind_of(m).__module__.startswith("torch.nn.") and not isinstance(m, nn.Sequential)
@@ -115,7 +115,6 @@ class _Follower(fx.Interpreter):
         return tuple(row for node, rows in self._rows.items() if node in used for row in rows)
 
     def follow(self) -> _State:
-        """Run the recorded graph, and return the bounds on the output of the model."""
         try:
             with torch.no_grad():
                 self.run(self._inputs)
@@ -161,7 +160,7 @@ class _Follower(fx.Interpreter):
         return found.pop()
 
     def _between(self, gate: fx.Node, node: fx.Node) -> set[fx.Node]:
-        """Return the nodes with bounds on the paths from ``gate`` to ``node``, without these two."""
+        """Return the nodes on paths between ``gate`` and ``node`` that have bounds, without these two."""
         found, reached = set[fx.Node](), [node]
         while reached:
             before = {one for one in reached.pop().all_input_nodes if one in self._states} - found - {gate}
@@ -170,7 +169,7 @@ class _Follower(fx.Interpreter):
         return found
 
     def _row(self, node: fx.Node, gate: fx.Node) -> tuple[ModuleRow, ...]:
-        """Return the table row for the map from ``gate`` to ``node``, or none if it changes no bound."""
+        """Return the row for all operations between two nodes, or none if they change no bound."""
         first, last = self._states[gate], self._states[node]
         if (first.constant, first.radius) == (last.constant, last.radius):
             return ()
@@ -282,7 +281,6 @@ _REMEDY = (
 
 
 def _is_shape(node: fx.Node) -> bool:
-    """Return whether a node only reads the shape, dtype or device of a tensor."""
     if node.op == "call_method":
         return node.target in ("size", "dim")
     return node.target is getattr and node.args[1] in ("shape", "ndim", "dtype", "device")

@@ -12,7 +12,6 @@ from jaxtyping import Float
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from howsmooth.bounds.radius.pretrained_classifier_reader import foreign_hooks
 from howsmooth.errors import NonFiniteError
 from howsmooth.nn.certificates.graph_propagation import walk_graph
 from howsmooth.nn.certificates.module_propagation import ModuleRow, kind_of, refusal, walk
@@ -160,7 +159,6 @@ def certify(
 
 
 def _check(module: nn.Module, path: str) -> None:
-    """Raise an error if a module is in a state in which no Lipschitz constant can be certified."""
     # Only the module's own tensors are checked; its children have their turn.
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     for name, value in own:
@@ -185,7 +183,7 @@ def _check(module: nn.Module, path: str) -> None:
         code = getattr(kind.forward, "__module__", home)
         if home.startswith(("torch.", "howsmooth.")) and not code.startswith(("torch.", "howsmooth.")):
             raise refusal(module, path, f"has a class whose forward was replaced (by code of {code})")
-    if foreign_hooks(module):
+    if _foreign_hooks(module):
         exported = isinstance(module, fx.GraphModule)
         remedy = "Certify the model that was exported." if exported else "Remove them."
         raise refusal(module, path, "has hooks, which may change what goes in or comes out", remedy)
@@ -200,7 +198,7 @@ def foreign_code(module: nn.Module) -> str | None:
     """Return a phrase that says why the constant of a layer may not hold for its forward pass, such as hooks
     or a replaced ``forward``. Return None if there is no such reason.
     """
-    if foreign_hooks(module):
+    if _foreign_hooks(module):
         return "has hooks, which may change what goes in or comes out"
     if "forward" in vars(module):
         return "has a forward that was replaced after it was built"
@@ -213,3 +211,15 @@ def foreign_code(module: nn.Module) -> str | None:
     if not issubclass(ours, forward) and issubclass(ours, bound):
         return f"has a forward of its own and the constant of {ours.__name__}"
     return None
+
+
+def _foreign_hooks(module: nn.Module) -> bool:
+    """Return whether a module has forward hooks that were not registered by this library."""
+    every = nn.modules.module
+    hooks = [
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        *every._global_forward_hooks.values(),
+        *every._global_forward_pre_hooks.values(),
+    ]
+    return any(not getattr(hook, "__module__", "").startswith("howsmooth.") for hook in hooks)

@@ -115,7 +115,7 @@ def _through(
 
 
 def branched(module: BranchModule, length: int, radius: float, path: str, level: int) -> Reach:
-    """Return the bounds of a residual. The rows of its branch, one level deeper, come before its own row."""
+    """Return bounds on the sum p x + q f(x). Its row in the table follows the rows of the branch f."""
     branch = walk(module.inner, length, radius, f"{path}.inner" if path else "inner", level + 1)
     if branch.length != length:
         raise refusal(module, path, f"adds {length} tokens to the {branch.length} that its branch returns")

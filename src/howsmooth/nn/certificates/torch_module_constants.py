@@ -43,7 +43,8 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class Reach:
-    """Bounds on the Lipschitz constant of a module and on the norms of its output tokens, and their number.
+    """Bounds on the Lipschitz constant of a module and on the norms of its output tokens, with the number of
+    these tokens.
 
     ``rows`` are those of the module and of the modules inside it, in the order in which tokens pass through.
     """
@@ -61,7 +62,9 @@ Rule = Callable[[Any, int, float], Reach | str]
 
 
 def rule_of(kind: type[nn.Module]) -> Rule | None:
-    """Return the rule for a class of modules. Unknown classes, or those with a new forward, have none."""
+    """Return the rule that bounds modules of a class. Return None if the class is unknown, or if it overrides
+    the ``forward`` of a known class.
+    """
     for base in kind.__mro__:
         rule = _RULES.get(base) or _RULES_BY_NAME.get(f"{base.__module__}.{base.__name__}")
         if rule is not None:
@@ -70,7 +73,7 @@ def rule_of(kind: type[nn.Module]) -> Rule | None:
 
 
 def linear_reach(module: nn.Linear | nn.Conv2d, length: int, radius: float) -> Reach:
-    """Bound a linear map, or a convolution whose patches are disjoint as a linear map of each patch."""
+    """Bound a linear layer, or a convolution with disjoint patches, which is linear in each patch."""
     norm = norm_above("weight", module.weight.flatten(1))
     shift = 0.0 if module.bias is None else norm_above("bias", module.bias[None])
     return Reach(norm, above(times(norm, radius) + shift, 8), length)

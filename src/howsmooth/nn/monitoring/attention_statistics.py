@@ -21,7 +21,8 @@ __all__ = ["ScoreStatistics", "score_norm"]
 
 
 def score_norm(f: TokenMap | None, unknown: str) -> dict[str, float | str]:
-    """Return the largest spectral norm of the score matrices of all heads for a record, or why it is missing.
+    """Return the largest spectral norm of the heads' score matrices, or the reason why it is missing, as a
+    field of a record.
 
     The score matrix of head h is A_h, and the scores are ⟨A_h x_i + b_h, x_j⟩. For softmax attention, A_h =
     scale · K_hᵀ Q_h. For L2 attention, A_h = 2 · scale · K_hᵀ Q_h, which is the part of −scale · |Q x_i − K
@@ -66,7 +67,7 @@ class ScoreStatistics:
     logits_missing: str = ""
 
     def add(self, other: ScoreStatistics) -> None:
-        """Add the statistics of another object. What is missing there becomes missing here."""
+        """Add the statistics of another object. What is missing in the other becomes missing here."""
         for name in ("total", "rows", "normalised_total", "normalised_rows"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.missing = self.missing or other.missing
@@ -123,7 +124,6 @@ class ScoreStatistics:
         visible: Visibility,
         features: ScoreFeatures = NO_FEATURES,
     ) -> None:
-        """Add the largest logit and the row entropies of a softmax to the statistics, block by block."""
         group, m, n, kv_heads = q.shape[-3], q.shape[-2], k.shape[-2], k.shape[-3]
         q, k = q.flatten(0, -4), k.flatten(0, -3)
         sinks = features.sinks

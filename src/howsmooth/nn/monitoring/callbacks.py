@@ -112,8 +112,6 @@ def lightning_callback(monitor: LipschitzMonitor, penalty: SpectralPenalty | Non
     base: Any = _lightning().Callback
 
     class MonitorCallback(base):  # type: ignore[misc]
-        """A callback that measures a model during the training with a Lightning ``Trainer``."""
-
         def __init__(self) -> None:
             super().__init__()
             self.monitor = monitor
@@ -124,14 +122,12 @@ def lightning_callback(monitor: LipschitzMonitor, penalty: SpectralPenalty | Non
             return lightning_callback, (self.monitor, penalty)
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            """Measure the model if training starts at step 0."""
             _check_model(monitor, pl_module, trainer.strategy.model)
             self._last = trainer.global_step
             if trainer.global_step == 0 and _takes_part(monitor, trainer.is_global_zero):
                 self._send(monitor.measure(0), trainer)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-            """Call the monitor after each optimizer step."""
             if trainer.global_step != self._last and _takes_part(monitor, trainer.is_global_zero):
                 self._send(monitor.step(trainer.global_step), trainer)
             self._last = trainer.global_step

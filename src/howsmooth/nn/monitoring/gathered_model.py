@@ -58,7 +58,7 @@ def gathered(trained: nn.Module, model: nn.Module) -> Iterator[bool]:
 
 @contextmanager
 def _put(entries: list[_Entry]) -> Iterator[None]:
-    """Put values into dictionaries of modules while the context lasts, then restore the old values."""
+    """Replace values in the dictionaries of modules while the context lasts, then restore them."""
     before = [(table, name, table[name]) for table, name, _ in entries]
     try:
         for table, name, value in entries:
@@ -79,7 +79,6 @@ def _is_fsdp_wrapper(module: nn.Module | None) -> bool:
 
 
 def _inside_wrappers(model: nn.Module) -> Iterator[_Entry]:
-    """Yield entries that replace each FullyShardedDataParallel by the module inside it."""
     for module in model.modules():
         for name, child in module._modules.items():
             if child is not None and _is_fsdp_wrapper(child):
@@ -87,7 +86,7 @@ def _inside_wrappers(model: nn.Module) -> Iterator[_Entry]:
 
 
 def _whole_parameters(model: nn.Module, *, keep: bool) -> Iterator[_Entry]:
-    """Gather sharded parameters in all processes. Yield entries with them if ``keep``, else with shards."""
+    """Gather sharded parameters; yield whole ones in place of the shards only if ``keep``."""
     whole: dict[int, nn.Parameter] = {}  # by id: a parameter that two modules share is gathered once
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -100,7 +99,7 @@ def _whole_parameters(model: nn.Module, *, keep: bool) -> Iterator[_Entry]:
 
 
 def _without_sharding_hooks(model: nn.Module) -> Iterator[_Entry]:
-    """Yield entries with the hooks of modules, but without the hooks of ``fully_shard``."""
+    """Yield replacements of each module's hooks by the same hooks without those of ``fully_shard``."""
     for module in model.modules():
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             hooks = vars(module)[name]

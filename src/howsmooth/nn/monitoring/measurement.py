@@ -85,7 +85,7 @@ class Probes:
 
 @dataclass(eq=False)
 class _Part:
-    """The measurement of an attention layer at one of the probe inputs, or the error that it raised."""
+    """The measurement of a layer at one probe input, or the error that it raised."""
 
     name: str
     failure: Exception | None = None
@@ -193,7 +193,6 @@ class Reading:
     def _of_layers(
         self, key: tuple[int, int, int], given: ModelCall, compare: _Check
     ) -> Iterator[tuple[int, _Part]]:
-        """Run the model on inputs without padding, and read and measure its layers one after another."""
         began = time.process_time()
         places = _places(self.model, given)
         shared = (time.process_time() - began) / len(places)
@@ -254,7 +253,6 @@ class Reading:
             part.fixed |= score_norm(inner.map, "a layer of which not every parameter is known")
 
     def _record(self, blank: MonitorRecord, parts: list[_Part]) -> MonitorRecord:
-        """Return the record of one layer from its measurements at all probe inputs."""
         seconds = sum(part.seconds for part in parts)
         failure = next((part.failure for part in parts if part.failure is not None), None)
         if failure is not None and self.strict:
@@ -328,7 +326,6 @@ def _places(model: nn.Module, given: ModelCall) -> list[_Place]:
 
 
 def _check_finite(place: TracedLayer) -> None:
-    """Raise NonFiniteError with the cause if the weights or tokens of a layer are not finite."""
     layer = place.layer
     for name, weight in layer.root.named_parameters():
         if not bool(weight.isfinite().all()):

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from howsmooth.accuracy_limits import check_accuracy
+from howsmooth.errors import check_whole
 from howsmooth.models.loading.load import LoadedModel
-from howsmooth.nn.checks import check, check_size
+from howsmooth.nn.checks import check
 from howsmooth.nn.monitoring.gathered_model import gathered, without_wrappers
 from howsmooth.nn.monitoring.measurement import ProbeInputs, Probes, Reading
 from howsmooth.nn.monitoring.record import MonitorRecord
@@ -99,9 +100,9 @@ class LipschitzMonitor:
         expected = "a module with a forward of its own, which takes the probes"
         remedy = "Give the module inside of it that does, such as module.model."
         check(own, "model", expected, f"{kind}, which has none", remedy)
-        check_size("every", every)
-        check_size("max_iterations", max_iterations)
-        check_size("seed", seed, least=0)
+        check_whole("every", every)
+        check_whole("max_iterations", max_iterations)
+        check_whole("seed", seed, least=0)
         single = "A row is a whole layer; hs.profile measures each head." if scope == "head" else ""
         check(scope in _SCOPES, "scope", f"one of {', '.join(_SCOPES)}", repr(scope), single)
         known = callback is None or callable(callback)
@@ -137,7 +138,7 @@ class LipschitzMonitor:
         records of this measurement, and is empty if nothing was measured.
         """
         before = self._steps
-        self._steps = self._steps + 1 if step is None else check_size("step", step, least=0)
+        self._steps = self._steps + 1 if step is None else check_whole("step", step, least=0)
         # Where several optimizers step in a batch, the count may pass a multiple without being one.
         passed = before > 0 and before // self.every < self._steps // self.every
         return self.measure(self._steps) if self._steps % self.every == 0 or passed else []
@@ -147,7 +148,7 @@ class LipschitzMonitor:
 
         ``step`` is the number of steps so far, from which :meth:`step` goes on, by default those counted.
         """
-        self._steps = at = self._steps if step is None else check_size("step", step, least=0)
+        self._steps = at = self._steps if step is None else check_whole("step", step, least=0)
         with gathered(self.trained, self.model) as runs_here:
             if not runs_here:
                 return []

@@ -57,7 +57,9 @@ class OwnAttention:
         return (self.map if self.plain else self._as_called), x
 
     def reproduces(self, padded: OwnAttention, padding: Padding, sequence: int) -> bool:
-        """Return whether this call has the tokens and output of one sequence of ``padded`` at real tokens."""
+        """Return whether this call, made without padding, repeats one sequence of the call ``padded``: its
+        real tokens and their outputs agree.
+        """
 
         def same(whole: Tensor | None, alone: Tensor | None) -> bool:
             if whole is None or alone is None or whole.shape[:2] != padding.real.shape:
@@ -74,7 +76,6 @@ class OwnAttention:
         return f"{type(self.module).__name__}{kind}{called}"
 
     def _clipped(self, x: Tensor) -> Tensor:
-        """Return the tokens after the layer's clipping, and ``x`` itself if no token is clipped."""
         radius = self.module.radius
         if self.module.beyond != "clip" or radius is None:
             return x
@@ -89,7 +90,7 @@ class OwnAttention:
         return output.to(x.dtype)
 
     def bound(self) -> dict[str, float | int]:
-        """Return the proved bound as fields of a record; no fields for a layer without a radius."""
+        """Return the proved bound as fields of a record. There are none if the layer has no radius."""
         length, radius = self.module.length, self.module.radius
         if radius is None:
             return {}

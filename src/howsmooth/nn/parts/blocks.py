@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds import Bound
-from howsmooth.errors import ArgumentError, NonFiniteError
-from howsmooth.nn.checks import Placement, check, check_layer_input, check_number, check_placement
+from howsmooth.errors import ArgumentError, NonFiniteError, check_number
+from howsmooth.nn.checks import Placement, check, check_layer_input, check_placement
 from howsmooth.nn.lipschitz_module import LipschitzModule, TokenModule
 
 if TYPE_CHECKING:

@@ -8,16 +8,8 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from howsmooth.nn.checks import (
-    Placement,
-    check,
-    check_layer_input,
-    check_length,
-    check_number,
-    check_placement,
-    check_size,
-    norm_above,
-)
+from howsmooth.errors import check_number, check_whole
+from howsmooth.nn.checks import Placement, check, check_layer_input, check_length, check_placement, norm_above
 from howsmooth.nn.lipschitz_module import TokenModule
 from howsmooth.nn.parts.norms import norm_with_one
 from howsmooth.rounding import above
@@ -42,7 +34,7 @@ class Patches(_SequenceModule):
 
     def __init__(self, patch_size: int) -> None:
         super().__init__()
-        self.patch_size = check_size("patch_size", patch_size)
+        self.patch_size = check_whole("patch_size", patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the patches of images as tokens (batch, n, channels · size²)."""
@@ -65,7 +57,7 @@ class AddPositions(_SequenceModule):
 
     def __init__(self, length: int, dim: int, **placed: Unpack[Placement]) -> None:
         super().__init__()
-        check_size("length", length)
+        check_whole("length", length)
         self.positions = _drawn(placed, length, dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,6 +165,6 @@ class ClipTokens(_SequenceModule):
 
 
 def _drawn(placed: Placement, *shape: int) -> nn.Parameter:
-    check_size("dim", shape[-1])
+    check_whole("dim", shape[-1])
     check_placement(**placed)
     return nn.Parameter(0.02 * torch.randn(*shape, **placed))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from howsmooth.nn.checks import Placement, check, check_layer_input, check_placement, check_size, norm_above
+from howsmooth.errors import check_whole
+from howsmooth.nn.checks import Placement, check, check_layer_input, check_placement, norm_above
 from howsmooth.nn.lipschitz_module import TokenModule
 from howsmooth.rounding import above, times
 
@@ -35,8 +36,8 @@ class _ConstrainedLinear(TokenModule):
     def __init__(self, in_features: int, out_features: int, bias: bool, placed: Placement) -> None:
         super().__init__()
         check_placement(**placed)
-        self.in_features = check_size("in_features", in_features)
-        self.out_features = check_size("out_features", out_features)
+        self.in_features = check_whole("in_features", in_features)
+        self.out_features = check_whole("out_features", out_features)
         dtype = placed.get("dtype")
         check(dtype in (None, torch.float32, torch.float64), "dtype", "float32 or float64", dtype)
         self.linear = nn.Linear(in_features, out_features, bias=bias, **placed)
@@ -127,7 +128,7 @@ class SpectralLinear(_ConstrainedLinear):
         **placed: Unpack[Placement],
     ) -> None:
         super().__init__(in_features, out_features, bias, placed)
-        check_size("iterations", iterations)
+        check_whole("iterations", iterations)
         parametrizations.spectral_norm(self.linear, n_power_iterations=iterations)
 
     @torch.no_grad()
@@ -151,7 +152,7 @@ class GroupSort(TokenModule):
 
     def __init__(self, group_size: int) -> None:
         super().__init__()
-        self.group_size = check_size("group_size", group_size)
+        self.group_size = check_whole("group_size", group_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Sort the entries of each token of x (..., d) within groups of ``group_size`` neighbours."""

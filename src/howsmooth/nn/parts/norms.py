@@ -11,14 +11,8 @@ from torch import Tensor, nn
 
 from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.bounds import norm_radius
-from howsmooth.nn.checks import (
-    Placement,
-    check_layer_input,
-    check_number,
-    check_placement,
-    check_size,
-    norm_above,
-)
+from howsmooth.errors import check_number, check_whole
+from howsmooth.nn.checks import Placement, check_layer_input, check_placement, norm_above
 from howsmooth.nn.lipschitz_module import TokenModule
 from howsmooth.rounding import above
 
@@ -41,7 +35,7 @@ class _LipschitzNorm(TokenModule):
     def __init__(self, dim: int, placed: Placement) -> None:
         super().__init__()
         check_placement(**placed)
-        self.dim = check_size("dim", dim)
+        self.dim = check_whole("dim", dim)
         self.gain = nn.Parameter(torch.ones(dim, **placed))
         zeros = torch.zeros(dim, **placed)
         self.register_parameter("shift", nn.Parameter(zeros) if self.centred else None)
@@ -98,7 +92,7 @@ class CenterNorm(_LipschitzNorm):
     def __init__(self, dim: int, *, scaled: bool = False, **placed: Unpack[Placement]) -> None:
         super().__init__(dim, placed)
         if scaled:
-            check_size("dim", dim, least=2)
+            check_whole("dim", dim, least=2)
         self._factor = dim / (dim - 1) if scaled else 1.0
 
     def _constant(self, length: int, radius: float) -> float:
@@ -147,7 +141,7 @@ class LipschitzLayerNorm(_SmoothedNorm):
 
 
 class LipschitzRMSNorm(_SmoothedNorm):
-    """A :class:`LipschitzLayerNorm` that does not subtract the mean, so h = x, and that has no shift."""
+    """A :class:`LipschitzLayerNorm` that neither subtracts the mean of a token nor adds a shift."""
 
     centred = False
 

@@ -231,7 +231,6 @@ class Penalty:
 
 
 def _chosen_layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Module]:
-    """Return the modules of given paths or patterns, by default the innermost attention modules."""
     modules = dict(model.named_modules())
     if layers is None:
         named = {
@@ -322,5 +321,4 @@ def drawing_nothing(name: str, device: torch.device) -> Iterator[None]:
 
 
 def _single(t: Tensor) -> Tensor:
-    """Convert half precision to float32."""
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, check_whole
 from howsmooth.jacobian.autodiff import one_backend
-from howsmooth.nn.checks import check, check_size
+from howsmooth.nn.checks import check
 from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty, drawing_nothing, replica
 
 __all__ = ["JasminPenalty", "jasmin"]
@@ -98,7 +98,6 @@ class JasminPenalty(Penalty):
 
 
 def _probabilities(name: str, call: LayerCall) -> list[Tensor]:
-    """Repeat a call of a layer, and return the probabilities (..., queries, keys) of its softmaxes."""
     # The imports take seconds, since they bring transformers.
     from howsmooth.models.tracing.softmax_call import SoftmaxCall, plain_attention
     from howsmooth.models.tracing.softmax_tracer import SoftmaxTracer
@@ -129,5 +128,5 @@ def _probabilities(name: str, call: LayerCall) -> list[Tensor]:
 
 
 def _check_k(k: int) -> None:
-    if check_size("k", k, least=0) == 1:
+    if check_whole("k", k, least=0) == 1:
         raise ArgumentError("k", expected="0, or an integer >= 2", got="1", remedy="g_1 / g_1 is always 1.")

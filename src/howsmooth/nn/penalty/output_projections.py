@@ -102,8 +102,6 @@ class OutputProjections:
 
 
 class _Projected(nn.Module):
-    """An attention layer followed by its output projection, as one module."""
-
     def __init__(self, layer: nn.Module, projection: nn.Module) -> None:
         super().__init__()
         self.layer, self.projection = layer, projection

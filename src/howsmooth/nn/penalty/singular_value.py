@@ -1,4 +1,4 @@
-"""Compute the leading singular value of a Jacobian with its gradient; keep its vectors for the next step.
+"""The leading singular value of a Jacobian with its gradient. Singular vectors are kept for the next step.
 
 For unit vectors u and v that do not depend on the weights θ, d/dθ ⟨u, J_θ v⟩ is the derivative of the
 singular value if (u, v) is its singular pair and the singular value is simple (Hellmann and Feynman). One
@@ -17,9 +17,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from howsmooth.errors import DerivativeError, NonFiniteError
+from howsmooth.errors import DerivativeError, NonFiniteError, check_whole
 from howsmooth.jacobian.autodiff import as_derivative_errors, one_backend
-from howsmooth.nn.checks import check, check_size
+from howsmooth.nn.checks import check
 from howsmooth.seeds import torch_seed
 from howsmooth.spectral import LinearOperator, lanczos
 
@@ -52,7 +52,7 @@ class Directions:
     """
 
     def __init__(self, seed: int = 0) -> None:
-        check_size("seed", seed, least=0)
+        check_whole("seed", seed, least=0)
         self._generator = torch.Generator().manual_seed(torch_seed(seed))
         self._left: Tensor | None = None
 
@@ -75,7 +75,9 @@ class Directions:
     def recall(
         self, members: int, shape: tuple[int, ...], like: Tensor
     ) -> tuple[Tensor, Bool[Tensor, " members"]]:
-        """Return the stored vectors (members, *shape), zero where there is none, and a mask of the gaps."""
+        """Return the stored vectors (members, *shape), and a mask that is True where none is stored. Vectors
+        are zero there.
+        """
         left = self._left
         if left is not None and tuple(left.shape[1:]) != shape:
             left = self._left = self._relengthened(left, shape)

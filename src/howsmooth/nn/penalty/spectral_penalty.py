@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from howsmooth.errors import ArgumentError, NonFiniteError
+from howsmooth.errors import ArgumentError, NonFiniteError, check_number, check_whole
 from howsmooth.jacobian.autodiff import one_backend
 from howsmooth.lipschitz import LipschitzEstimate, local_lipschitz
-from howsmooth.nn.checks import check, check_number, check_size
+from howsmooth.nn.checks import check
 from howsmooth.nn.penalty.call_recorder import LayerCall, Penalty, drawing_nothing, replica
 from howsmooth.nn.penalty.report import LayerReport, PenaltyReport
 from howsmooth.nn.penalty.singular_value import Directions, JacobianOperator, begin, relative_residual, unit
@@ -103,10 +103,10 @@ class SpectralPenalty(Penalty):
         transform: Callable[[Tensor], Tensor] | None = None,
         seed: int = 0,
     ) -> None:
-        check_size("steps", steps)
-        check_size("first_steps", first_steps, least=2)
+        check_whole("steps", steps)
+        check_whole("first_steps", first_steps, least=2)
         if members is not None:
-            check_size("members", members)
+            check_whole("members", members)
         check_number("rtol", rtol, "a number between 0 and 1", lambda number: 0 < number < 1)
         for name, given in (("over_members", over_members), ("over_layers", over_layers)):
             check(given in _REDUCTIONS, name, "'mean', 'max' or 'sum'", repr(given))
@@ -283,7 +283,6 @@ class _Known(torch.autograd.Function):
 
 
 def _at_real_tokens(f: Callable[[Tensor], Tensor], x: Tensor, real: Tensor, t: Tensor) -> Tensor:
-    """Apply ``f`` to the real tokens of ``t`` and the padding of ``x``. Set outputs at padding to zero."""
     y = f(torch.where(real.view(*real.shape, *(1,) * (x.ndim - 2)) > 0, t, x))
     return y * real.view(*real.shape, *(1,) * (y.ndim - 2))
 

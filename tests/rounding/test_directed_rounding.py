@@ -25,7 +25,7 @@ from howsmooth.rounding import (
     times,
     up,
 )
-from howsmooth.rounding.units import LOG_MARGIN
+from howsmooth.rounding.directed_rounding import LOG_MARGIN
 
 FACTORS = st.lists(st.floats(1.0, 2.0), min_size=2, max_size=40)
 

@@ -14,7 +14,7 @@ _MULTIPLICATIONS = 1 << 33
 
 
 def is_small(at: HeadsAt) -> bool:
-    """Return whether the Jacobian is small: its Gram matrix takes at most 2^33 multiplications."""
+    """Return whether the Jacobian can be formed: its Gram matrix takes at most 2^33 multiplications."""
     rows, right = at.outer.shape[0], sum(2 * head.K.shape[0] + head.V.shape[0] for head in at.heads)
     short, long = sorted((at.n * rows, at.n * min(right, at.heads[0].V.shape[1])))
     return short**2 * long <= _MULTIPLICATIONS

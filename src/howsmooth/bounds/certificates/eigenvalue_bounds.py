@@ -140,10 +140,7 @@ def _dominating(outer: Float[Tensor, "rows m"]) -> tuple[Float[Tensor, "m m"], F
 
 
 def _groups(sizes: list[float], capacity: float) -> list[list[int]]:
-    """Divide the indices of ``sizes`` into groups, such that no group's sizes sum to more than ``capacity``.
-
-    The largest numbers are assigned first.
-    """
+    """Divide indices into groups of total size <= ``capacity``, the largest first."""
     groups: list[list[int]] = []
     room: list[float] = []
     for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):

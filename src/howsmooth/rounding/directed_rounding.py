@@ -1,4 +1,4 @@
-"""The units in which rounding errors of float64 are counted, and functions that move a number up or down by
+"""Directed rounding in float64: constants of rounding errors, and functions that move a number up or down by
 more than its error.
 
 Every rounding allowance that the documentation calls proved rests on these assumptions. Numbers are rounded
