@@ -122,8 +122,8 @@ def batches(double: TokenMap, members: Sequence[Tensor] | Tensor, budget: int) -
 
 
 def are_measured_together(f: object, g: object) -> bool:
-    """Return True if ``f`` can replace ``g`` in a measurement, and can be measured at sequences of several
-    lengths in one batch.
+    """Return True if the sequences of ``f`` and ``g`` can be measured in one batch with ``f``, whatever their
+    lengths.
 
     This is the case if ``f`` equals ``g`` at all sequences that ``g`` takes, and if sequences of several
     lengths share matrix products in the Jacobian of ``f``. Both must be maps of this library with equal

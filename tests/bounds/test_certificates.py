@@ -44,7 +44,7 @@ from howsmooth.rounding import (
     plain,
     shrink,
 )
-from howsmooth.rounding.eigenvalue_estimates import largest_eigenvalue_estimates
+from howsmooth.rounding.unproved_eigenvalue_estimates import largest_eigenvalue_estimates
 from tests._cases import D, random_attention, rotary, tokens, true_norm
 from tests._exact import exact_jacobian, exact_norm
 from tests._search import largest_ratio

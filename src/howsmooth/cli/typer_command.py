@@ -158,7 +158,7 @@ def as_typed() -> str:
 
 @contextmanager
 def means_of(execution: Execution, display: Listener, *, keep_going: bool = False) -> Iterator[Means]:
-    """Start the workers that the user asked for, yield the means of using them, and stop them at the end."""
+    """Start the workers that the user asked for, yield a ``Means`` with them, and stop them at the end."""
     from howsmooth.study.executors import opened_executor, threads_each
     from howsmooth.study.runner import Means
 

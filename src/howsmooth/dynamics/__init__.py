@@ -6,11 +6,6 @@ time is the depth.
 have clustered.
 """
 
-from howsmooth.dynamics.clustering_bounds import (
-    clustering_bound,
-    finite_context_bound,
-    log_stability_bound,
-)
 from howsmooth.dynamics.clustering_quantities import (
     cluster_labels,
     cluster_metrics,
@@ -19,6 +14,11 @@ from howsmooth.dynamics.clustering_quantities import (
     number_of_clusters,
 )
 from howsmooth.dynamics.flow import flow
+from howsmooth.dynamics.flow_bounds import (
+    clustering_bound,
+    finite_context_bound,
+    log_stability_bound,
+)
 from howsmooth.dynamics.perturbation_growth import Growth, growth
 from howsmooth.dynamics.rescaled_tokens import Rescaled, rescaled
 from howsmooth.dynamics.trajectory import Trajectory

@@ -162,7 +162,9 @@ class _Member:
 
 @dataclass(frozen=True, eq=False)
 class _CoreAt:
-    """One softmax attention, with unscaled queries and tensors in the shapes that the layer uses."""
+    """The output and the derivative of one softmax attention at given queries, keys and values. Products use
+    the tensor shapes of the layer, and tangents of unscaled queries.
+    """
 
     output: Tensor
     derivative: SoftmaxDerivative | StreamedDerivative

@@ -201,7 +201,9 @@ class AttentionRounding:
     def _rows(
         self, weight: Tensor, bias: Tensor | None, norm: _Norm | None, off: Tensor, length: Tensor
     ) -> _Rows:
-        """Bound the errors of W x + b or of the norm layer after it; ``off`` and ``length`` as below."""
+        """Bound the rounding errors of W x + b, followed by ``norm`` if it is given, for each head and token
+        x. Rotations and scales are left out; ``off`` and ``length`` are as in :meth:`_projected`.
+        """
         heads, dim, d = weight.shape
         grouped = weight.reshape(self.f.kv_heads, -1, d)
         off = self._projected(weight, bias, off, length)

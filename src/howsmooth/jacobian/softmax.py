@@ -222,9 +222,9 @@ def outputs_and_sink(
     sink_p: Float[Tensor, "b *rows"],
     dtype: torch.dtype,
 ) -> tuple[Float[Tensor, "b *rows value_dim"], Sink | None]:
-    """Return the attention outputs minus the mean that was subtracted from the values, and the sinks in
-    ``dtype``. ``averages`` are the averages of the shifted values under P, ``total`` is Σ_j P_ij, and
-    ``sink_p`` the sinks' probability.
+    """Return the attention outputs minus the mean of the values, and the sinks in ``dtype``. ``averages`` is
+    P times the values after this mean is subtracted, ``total`` is Σ_j P_ij, and ``sink_p`` is the probability
+    of the sinks.
     """
     if operands.features.sinks is None:
         return averages, None

@@ -133,7 +133,7 @@ class StreamedDerivative:
         return parts.taken()
 
     def select(self, rows: Tensor) -> StreamedDerivative:
-        """Return the derivative at some sequences, given by the indices ``rows`` of all their heads."""
+        """Return the derivative at chosen sequences. ``rows`` lists the indices of their key heads."""
         members = rows[:: self.kv_heads] // self.kv_heads
         features = self.features
         return replace(

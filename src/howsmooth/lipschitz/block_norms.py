@@ -19,7 +19,7 @@ from howsmooth.jacobian.token_pair_blocks import DenseBlocks, TokenBlocks
 from howsmooth.lipschitz.singular_value_solver import Solver
 from howsmooth.rounding import spectral_norm_above
 from howsmooth.spectral import LeadingTriplet, LinearOperator
-from howsmooth.spectral.checked_products import CheckedProducts
+from howsmooth.spectral.float32_products import CheckedProducts
 from howsmooth.spectral.scaling import Scaled, unscaled
 
 __all__ = ["BlockNorms", "block_norms", "sequence_jacobian"]
@@ -293,7 +293,9 @@ def _products(
     numbers: Int[Tensor, " products"],
     told: Callable[[float], None],
 ) -> Float[Tensor, "products *shape"]:
-    """Compute columns or rows of given numbers by ``product``, several at a time if the map allows it."""
+    """Compute the columns or rows of a Jacobian with the given indices, several at a time if the map allows
+    it.
+    """
     found: list[Tensor] = []
     together = isinstance(jacobian, AutodiffJacobian | Scaled)
     for part in numbers.to(jacobian.device).split(_TOGETHER):

@@ -28,7 +28,7 @@ from howsmooth.lipschitz_estimate import FIELDS, LipschitzEstimate
 from howsmooth.memory import memory_budget
 from howsmooth.rounding import MatrixNorms
 from howsmooth.spectral import LinearOperator
-from howsmooth.spectral.checked_products import CheckedProducts
+from howsmooth.spectral.float32_products import CheckedProducts
 
 __all__ = ["head_lipschitz"]
 

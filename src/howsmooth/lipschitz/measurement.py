@@ -1,7 +1,7 @@
 """Measurement of the largest singular values of Jacobians: in closed form, by autodiff, or at a measure.
 
 Float32 products take half the time of float64 ones. So a float32 Jacobian is iterated, and the same in
-float64 is around it and checks the result (:mod:`howsmooth.spectral.checked_products`).
+float64 is around it and checks the result (:mod:`howsmooth.spectral.float32_products`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from howsmooth.jacobian.closed_form import closed_form_jacobians, in_double
 from howsmooth.jacobian.unequal_lengths import joined_jacobian
 from howsmooth.lipschitz.singular_value_solver import Solver
 from howsmooth.spectral import LeadingTriplet, LinearOperator
-from howsmooth.spectral.checked_products import CheckedByAdjoint, CheckedProducts
+from howsmooth.spectral.float32_products import CheckedByAdjoint, CheckedProducts
 
 __all__ = ["Part", "measured"]
 

@@ -5,7 +5,6 @@ Tensors of ``rounded_tensor`` and ``entry_bounds`` carry bounds on their own err
 ``digits`` prints limits rounded outwards.
 """
 
-from howsmooth.rounding.digits import COLUMNS_IN_DIGITS, interval_in_digits, limit_in_digits
 from howsmooth.rounding.directed_rounding import (
     INFLATION,
     LARGEST,
@@ -25,6 +24,7 @@ from howsmooth.rounding.directed_rounding import (
     up,
 )
 from howsmooth.rounding.entry_bounds import along_entries, entries_of, known_to
+from howsmooth.rounding.printed_limits import COLUMNS_IN_DIGITS, interval_in_digits, limit_in_digits
 from howsmooth.rounding.rounded_tensor import MissingRuleError, Rounded, exact, plain, settled
 from howsmooth.rounding.spectral_norms import (
     Enclosed,

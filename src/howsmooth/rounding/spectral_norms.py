@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from howsmooth.rounding.directed_rounding import LOST, TINY, U, above, below, gamma, up
-from howsmooth.rounding.eigenvalue_estimates import largest_eigenvalue_estimates
+from howsmooth.rounding.unproved_eigenvalue_estimates import largest_eigenvalue_estimates
 
 __all__ = [
     "Enclosed", "MatrixNorms", "Triangles", "absolute_norms_above", "largest_eigenvalues_above",

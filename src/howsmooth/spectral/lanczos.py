@@ -35,7 +35,7 @@ from torch import Tensor
 from howsmooth.errors import ArgumentError
 from howsmooth.rounding import above, gamma
 from howsmooth.spectral.accurate_sums import row_lengths, squared_lengths
-from howsmooth.spectral.checked_products import CheckedProducts
+from howsmooth.spectral.float32_products import CheckedProducts
 from howsmooth.spectral.krylov_basis import Basis
 from howsmooth.spectral.leading_triplet import LeadingTriplet
 from howsmooth.spectral.operator import LinearOperator, check_finite, checked_rounding, length_rounding
@@ -75,7 +75,7 @@ def lanczos(
     """Return the largest singular value of each map J in ``operator``, with an interval and singular vectors.
 
     Beside the basis, at most five vectors are in memory. The result of an operator whose products are checked
-    by more accurate ones (``spectral.checked_products``) has the values of the
+    by more accurate ones (``spectral.float32_products``) has the values of the
     latter.
 
     Parameters

@@ -12,7 +12,7 @@ from torch import Tensor
 from howsmooth.bounds.certificates.eigenvalue_bounds import FORMED, Groups, dominated, sandwich
 from howsmooth.bounds.certificates.rounded_attention import HeadsAt, row_blocks
 from howsmooth.rounding import Enclosed, above, gamma, shrink, spectral_norms, up
-from howsmooth.rounding.eigenvalue_estimates import largest_eigenpairs
+from howsmooth.rounding.unproved_eigenvalue_estimates import largest_eigenpairs
 
 __all__ = ["Weights", "averages", "by_parts", "diagonal", "moving_keys", "pair_weights", "search"]
 

@@ -48,7 +48,7 @@ class Tail:
         return replace(self, projection=None if projection is None else projection.to(device, dtype))
 
     def applied(self, returned: Tensor) -> Tensor:
-        """Return the attention output of one sequence, given the output of the attention module."""
+        """Merge the heads of ``returned`` and apply the outer projection, each only if needed."""
         heads = returned if self.width is None else returned.reshape(-1, self.width)
         if self.projection is None:
             return heads

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from howsmooth.spectral import LeadingTriplet, lanczos
-from howsmooth.spectral.checked_products import CheckedProducts
+from howsmooth.spectral.float32_products import CheckedProducts
 from tests._operators import Dense, gaussian, with_spectrum
 
 SPECTRUM = [1.0 - 0.02 * i for i in range(40)]
