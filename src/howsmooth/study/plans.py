@@ -333,7 +333,7 @@ class Plan:
         PlainValidator(_models),
         Told("MODEL", positional=True, several=True),
         "A built-in model, a local folder, or a Hub id; several are measured into one store. "
-        f"Default: {' '.join(BUILTIN_MODELS)}.",
+        "Default: " + " ".join(BUILTIN_MODELS) + ".",
     ] = LATER
     texts: Texts = LATER
     lengths: Lengths = LATER
