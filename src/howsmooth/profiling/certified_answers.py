@@ -71,8 +71,8 @@ class CertifiedAccuracy(Result):
         lines = [
             f"Certified accuracy of {self.model} on {len(self.table)} inputs, while {self.moving} moves."
         ]
-        for share in (0.0, 0.25, 0.5, 0.75):
-            radius = float(self.table["radius"].quantile(share)) if share else 0.0
+        shown = {float(self.table["radius"].quantile(share)) for share in (0.25, 0.5, 0.75)}
+        for radius in sorted({0.0, *shown}):
             proved, upper = self.at(radius)
             near = limit_in_digits(radius, 4, upper=False)
             lines.append(f"  radius {near:<8} {proved:6.1%} proved, {upper:6.1%} without an attack found")

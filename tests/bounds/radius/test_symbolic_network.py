@@ -216,6 +216,25 @@ def test_a_result_may_stand_twice_in_what_a_map_is_given() -> None:
     torch.testing.assert_close(network.logits(x()), model(x()[None])[0])
 
 
+class Readout(nn.Module):
+    """No layer at all."""
+
+    def __init__(self, branch: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.branch = nn.Linear(4, 2, dtype=torch.float64), branch
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(-x.mean(1) if self.branch and x.mean() > FAR else x.mean(1))
+
+
+def test_a_linear_model_has_the_radius_of_its_gradient() -> None:
+    found = NetworkAtInput(Readout(False), x()).radius(order=2)
+    assert found.radius == pytest.approx(found.first_order, rel=5e-3)
+    assert found.radius <= found.first_order
+    refused(Readout(True), "averages over more than one dimension")
+
+
 class Clipped(nn.GELU):
     def forward(self, z: Tensor) -> Tensor:
         return super().forward(z).clamp(max=FAR)

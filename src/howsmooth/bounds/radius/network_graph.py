@@ -200,9 +200,13 @@ def staged(
 ) -> tuple[Network, list[int]]:
     """Arrange the nodes as stages, each of which computes one map on a state that holds what is needed."""
     steps = _steps(_ordered(matrices))
+    if not steps:  # a linear readout of the tokens alone
+        same = Node("", tokens.length, 1)
+        steps = [_Step(linear(identity(tokens, tokens.length), 0), None, same)]
+        matrices = {same: matrices[tokens]}
     rows = sorted(tokens.rows)
     reads, state, width = rows, {tokens: 0}, tokens.length
-    stages, names = list[Stage](), set[str]()
+    stages, names = list[Stage](), dict[str, int]()
     needed = [set(matrices)]
     for step in reversed(steps):
         before = needed[-1] - {step.result} | step.part.sources
@@ -225,10 +229,10 @@ def staged(
         added = step.added
         residual = None if added is None else slice(state[added], state[added] + added.length)
         keep = later != {step.result}
-        name = f"{step.result.name}.{part.kind}".lstrip(".")
-        while name in names:
-            name += "'"
-        names.add(name)
+        name = first = f"{step.result.name}.{part.kind}".lstrip(".")
+        names[first] = names.get(first, 0) + 1
+        if names[first] > 1:
+            name = f"{first} {names[first]}"
         whole = slice(None) if (branch.start, branch.stop) == (0, width) else branch
         if residual is not None and (residual.start, residual.stop) == (0, width):
             residual = slice(None)

@@ -317,15 +317,17 @@ class _Run(TorchFunctionMode):
         unknown = torch.full((*a.shape[:-1], 1), OTHER)
         return found, unknown, unknown.clone()
 
-    def _mean(self, a: SymbolicTensor, dim: list[int], keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    def _mean(
+        self, a: SymbolicTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    ) -> Tensor:
         return self._reduced(self.terms.mean, a, dim, keepdim, dtype)
 
-    def _sum(self, a: SymbolicTensor, dim: list[int], keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    def _sum(self, a: SymbolicTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
         return self._reduced(self.terms.total, a, dim, keepdim, dtype)
 
     def _reduced(self, reduce: Any, a: SymbolicTensor, dim: Any, keepdim: bool, dtype: Any) -> Tensor:
         if not isinstance(dim, list) or len(dim) != 1 or dtype not in (None, torch.float64):
-            raise DifferentOperationError("averages in a way that is not known")
+            raise DifferentOperationError("adds or averages over more than one dimension")
         found: Tensor = reduce(a.entries, dim[0])
         return found.unsqueeze(dim[0]) if keepdim else found
 
