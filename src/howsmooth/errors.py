@@ -23,7 +23,7 @@ class HowsmoothError(Exception):
     """The base class of all exceptions that howsmooth raises on purpose."""
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Return the arguments of the class: unpickling would call it with the message alone."""
+        """Make unpickling pass every field to the class, instead of the message alone."""
         fields = {name: value for name, value in vars(self).items() if name != "__notes__"}
         return (partial(type(self), **fields), ()) if fields else super().__reduce__()
 

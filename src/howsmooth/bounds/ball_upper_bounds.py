@@ -245,7 +245,7 @@ def h_star(a: Tensor) -> Log:
 
 
 def _h_star_maximiser(a: float) -> float:
-    """Return the number w = 2p − 1 for the p at which the polynomial in ``h_star`` is largest."""
+    """Return w = 2p − 1 for the p that attains the maximum by which ``h_star`` is defined."""
     if a <= 0.5:
         return 1.0
     if not a <= 1e8:  # h* = 1 + a²/2 up to the last digit; also of NaN

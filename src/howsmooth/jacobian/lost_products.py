@@ -138,7 +138,7 @@ def _is_tiny(t: Tensor) -> bool:
 
 
 def _digits_lost(factors: Sequence[Any], made: Tensor, product: Any, *, alone: bool) -> bool:
-    """If another tensor was added (``alone`` False), only a result of zeros counts."""
+    """Tell if a product lost digits; with an addend, only if the result is zero."""
     if not _is_tiny(made) or (bool(made.any()) and not alone):
         return False
     if any(isinstance(t, Tensor) and not t.is_floating_point() for t in factors):

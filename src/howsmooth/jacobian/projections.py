@@ -106,6 +106,6 @@ def projections(
     dtypes: Iterable[torch.dtype], tokens: int
 ) -> dict[torch.dtype, Callable[[SelfAttention], LayerMatrices]]:
     """Return, for each dtype, a cached function that converts the matrices of an attention layer to that
-    dtype. They serve for products with ``tokens`` tokens at a time.
+    dtype, for products with ``tokens`` tokens at a time.
     """
     return {dtype: cache(partial(LayerMatrices.of, dtype=dtype, tokens=tokens)) for dtype in dtypes}

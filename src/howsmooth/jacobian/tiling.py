@@ -180,7 +180,7 @@ class DiagonalSquares(RowBlock):
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of queries with some of the keys that they see: a range for each tile of scores."""
+    """A block of queries and some keys that they see, with one key range for each score tile."""
 
     block: RowBlock
     keys: list[slice]

@@ -148,7 +148,7 @@ def _check_sequence(x: object, first: object) -> None:
 
 
 def _remedy_for_site(given: object) -> str:
-    """Return advice for a captured site, a list of sites or a Head; "" for anything else."""
+    """Say how to measure a captured site, a list of sites or a Head; otherwise return an empty text."""
     first = given[0] if isinstance(given, list | tuple) and given else given
     if not (hasattr(first, "map") and hasattr(first, "x")):
         return remedy_for_other_map(given)

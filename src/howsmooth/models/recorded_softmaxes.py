@@ -1,4 +1,4 @@
-"""A record of a model's softmax attentions on one input, and the model's logits for other keys and values.
+"""A record of a model's softmax attentions on one input, and its logits if keys or values are changed.
 
 Keys and values are meant as the softmax takes them: after norm layers and rotary positions, and expanded from
 their latent in latent attention.
@@ -105,8 +105,8 @@ class RecordedSoftmax:
 
 
 class RecordedModel:
-    """A model on one unpadded sequence, with a record of its softmaxes and its logits for other keys and
-    values.
+    """The softmaxes of a model on one unpadded sequence, and the model's logits if keys or values are
+    changed.
 
     A CaptureError says that the model computes no softmax attention, or gives another output if each softmax
     is computed from the queries, keys and values that were read.

@@ -114,7 +114,7 @@ class Request:
 
     @property
     def sequences(self) -> int:
-        """The number of text sequences that all models read together, at the lengths that each can read."""
+        """The number of text sequences summed over all models, each at the lengths that it can read."""
         most = [sizes_of(spec).get("positions", math.inf) for spec in self.models]
         lengths = sum(sum(n <= longest for n in self.lengths) or 1 for longest in most)
         return lengths * len(self.options.texts) * self.samples

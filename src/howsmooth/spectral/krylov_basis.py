@@ -233,7 +233,7 @@ def _by_member(rows: Tensor, z: Tensor) -> Tensor:
 
 
 def _subtract_(z: Tensor, rows: Tensor, weights: Tensor) -> None:
-    """Subtract Σ_k weights_k row_k in place; rows (step, member, size), weights (step, member)."""
+    """Subtract Σ_k weights[k, m] rows[k, m] from each z[m] in place, where k counts the steps."""
     if len(z) == 1:
         z[0].addmv_(rows[:, 0].mT, weights[:, 0], alpha=-1)
     elif _is_long(z):

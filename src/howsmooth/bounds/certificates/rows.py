@@ -95,7 +95,7 @@ def _terms(head: HeadAt) -> Iterator[tuple[slice, Tensor, Tensor]]:
 def _row_squares(
     head: HeadAt, q: Float[Tensor, " n"], terms: Terms | None = None
 ) -> Float[Tensor, "n value_dim value_dim"]:
-    """Return Σ_j P_ij q_j N_ij N_ijᵀ for each i, where P_ij N_ij + δ_ij F_i Q are the Jacobian's blocks."""
+    """For each row i of Jacobian blocks P_ij N_ij + δ_ij F_i Q, return Σ_j P_ij q_j N_ij N_ijᵀ."""
     # N_ij N_ijᵀ = V Vᵀ + s_ij g_ij w_ijᵀ + g_ij w_ij s_ijᵀ
     VV = head.V @ head.V.mT
     squares = torch.empty(len(q), *VV.shape, dtype=q.dtype)

@@ -17,7 +17,17 @@ from torch import Tensor
 from howsmooth.bounds.radius.transformer_layers import ACTIVATIONS, Attention, FeedForward, Map, Norm
 from howsmooth.bounds.radius.transformer_network import Network, Stage
 
-__all__ = ["Affine", "Node", "NotReadError", "Part", "identity", "linear", "product", "staged", "total"]
+__all__ = [
+    "Affine",
+    "Node",
+    "NotReadError",
+    "Summand",
+    "careful_product",
+    "careful_sum",
+    "identity",
+    "linear",
+    "staged",
+]
 
 
 _CANCELS = "adds maps that nearly cancel, which would leave roundings alone"
@@ -31,7 +41,7 @@ class NotReadError(Exception):
         self.number = number
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def careful_product(a: Tensor, b: Tensor) -> Tensor:
     """Multiply a matrix by a matrix or vector. The result is wrong by at most 2⁻⁵¹ of its Frobenius norm.
 
     Raises
@@ -58,7 +68,7 @@ def _parts(a: Tensor, b: Tensor) -> list[float]:
     return [*whole.tolist(), *rest.tolist()]
 
 
-def total(*parts: Tensor) -> Tensor:
+def careful_sum(*parts: Tensor) -> Tensor:
     """Add tensors, each of which is wrong by at most 2⁻⁵¹ of its size; so is the result, up to a factor of 2.
     The size is the norm, for a vector of m constants with √m.
 
@@ -86,7 +96,7 @@ class Node:
     name: str
     length: int
     serial: int = 0
-    parts: list[Part] = field(default_factory=list)
+    parts: list[Summand] = field(default_factory=list)
     added: list[Node] = field(default_factory=list)
     rows: set[int] = field(default_factory=set)
     pooled: bool = False
@@ -115,7 +125,7 @@ Build = Callable[[Mapping[Node, int], int, list[int], list[int]], Map]
 
 
 @dataclass(eq=False)
-class Part:
+class Summand:
     """A map of nodes, whose output is a summand of a node.
 
     ``build`` makes it, given the columns of the nodes in its input, their number, and the tokens of which the
@@ -137,7 +147,7 @@ def identity(node: Node, length: int) -> Affine:
     return Affine(("identity", node), {node: eye}, eye.new_zeros(length))
 
 
-def linear(affine: Affine, number: int) -> Part:
+def linear(affine: Affine, number: int) -> Summand:
     """Return an affine map as a feed-forward layer without activation, made by the term ``number``."""
 
     def build(columns: Mapping[Node, int], width: int, *rows: list[int]) -> Map:
@@ -145,13 +155,13 @@ def linear(affine: Affine, number: int) -> Part:
         eye = torch.eye(size, dtype=torch.float64)
         return FeedForward(weight, affine.offset, ACTIVATIONS["identity"], eye, eye.new_zeros(size))
 
-    return Part(("linear", affine.key), "linear", number, set(affine.matrices), build)
+    return Summand(("linear", affine.key), "linear", number, set(affine.matrices), build)
 
 
 class _Step(NamedTuple):
     """A map to be made a stage, the node that is added to its output, and the node that is then complete."""
 
-    part: Part
+    part: Summand
     added: Node | None
     result: Node
 
@@ -250,5 +260,5 @@ def staged(
 def _shifted(layer: Map, offset: Tensor) -> Map:
     """Return a layer with something added to its output."""
     name = {Norm: "bias", Attention: "output_bias"}.get(type(layer), "down_bias")
-    shifted: Any = {name: total(getattr(layer, name), offset)}
+    shifted: Any = {name: careful_sum(getattr(layer, name), offset)}
     return replace(layer, **shifted)

@@ -19,14 +19,14 @@ from howsmooth.bounds.radius.network_graph import (
     Affine,
     Node,
     NotReadError,
-    Part,
+    Summand,
+    careful_product,
+    careful_sum,
     identity,
     linear,
-    product,
     staged,
-    total,
 )
-from howsmooth.bounds.radius.symbolic_terms import PLACES, Terms, constant, entries_of, key_of
+from howsmooth.bounds.radius.symbolic_terms import PLACES, Terms, constant, key_of, operand_entries
 from howsmooth.bounds.radius.transformer_layers import (
     ACTIVATIONS,
     Attention,
@@ -158,7 +158,7 @@ class _Reader:
         for number in range(len(terms)):
             kind, *of = terms[number]
             if kind in ("norm", "linear", "total"):
-                self._keep_apart(entries_of(of[-1]))
+                self._keep_apart(operand_entries(of[-1]))
 
     def _keep_apart(self, entries: Tensor) -> None:
         for number in (entries[entries >= 0] // PLACES).unique().tolist():
@@ -166,7 +166,7 @@ class _Reader:
             if kind == "add":
                 self._apart.add(number)
             elif kind in ("times", "plus", "neg", "total"):
-                self._keep_apart(entries_of(of[0]))
+                self._keep_apart(operand_entries(of[0]))
 
     # ---- sums
 
@@ -184,18 +184,18 @@ class _Reader:
             if kind == "times":
                 factor = constant(of[1])[at]
                 here, at, factor = (part[factor != 0] for part in (here, at, factor))
-                below = [entries_of(of[0])[at]] if len(at) else []
+                below = [operand_entries(of[0])[at]] if len(at) else []
             elif kind == "plus":
-                below = [entries_of(of[0])[at]]
+                below = [operand_entries(of[0])[at]]
                 fixed[here] += constant(of[1])[at]
             elif kind == "neg":
-                below, factor = [entries_of(of[0])[at]], -factor
+                below, factor = [operand_entries(of[0])[at]], -factor
             elif kind == "add" and (number == opened or number not in self._apart):
-                below = [entries_of(operand)[at] for operand in of]
+                below = [operand_entries(operand)[at] for operand in of]
             elif kind == "constant":
                 fixed[here] += constant(of[0])[at]
             elif kind == "total":
-                inner = self._sum(entries_of(of[0]))
+                inner = self._sum(operand_entries(of[0]))
                 every = [torch.full_like(inner.place, place) for place in here.tolist()]
                 parts += [(place, inner.atom, inner.factor) for place in every]
                 fixed[here] += inner.constant.sum()
@@ -244,17 +244,17 @@ class _Reader:
 
     def _normed(self, number: int) -> tuple[Node, int]:
         _, centred, eps, gain, bias, operand = self.terms[number]
-        source, row = self.node(entries_of(operand))
+        source, row = self.node(operand_entries(operand))
         key = ("norm", source, centred, eps, gain, bias)
 
         def build(columns: Mapping[Node, int], width: int, *rows: list[int]) -> Map:
             return Norm(constant(gain), constant(bias), eps, centred)
 
-        part = Part(key, "norm", number, {source}, build)
+        part = Summand(key, "norm", number, {source}, build)
         return self._named(key, len(constant(gain)), [part], [], source.pooled), row
 
     def _named(
-        self, key: tuple[Any, ...], length: int, parts: list[Part], added: list[Node], pooled: bool
+        self, key: tuple[Any, ...], length: int, parts: list[Summand], added: list[Node], pooled: bool
     ) -> Node:
         if key not in self._nodes:
             name = self.name(parts[0].owner) if parts else ""
@@ -265,10 +265,10 @@ class _Reader:
     def _summed(self, found: _Sum) -> tuple[Node, int]:
         """Return the node of a sum: maps of other nodes, and other nodes themselves."""
         length, rows = len(found.constant), set[tuple[bool, int]]()
-        parts, added, rest = list[Part](), list[Node](), list[_Sum]()
+        parts, added, rest = list[Summand](), list[Node](), list[_Sum]()
         last = max(found.numbers, default=0)
 
-        def use(part: Part | None, pooled: bool, row: int) -> None:
+        def use(part: Summand | None, pooled: bool, row: int) -> None:
             rows.add((pooled, row))
             if part is not None:
                 parts.append(part)
@@ -283,7 +283,7 @@ class _Reader:
             return self._named(part.key, length, [part], [], True), _POOLED
         for number in affine_numbers:
             one = found.of([number])
-            inner = self._sum(entries_of(self.terms[number][1]))
+            inner = self._sum(operand_entries(self.terms[number][1]))
             kinds = {self.terms[i][0] for i in inner.numbers}
             if not kinds & _CORES or "linear" in kinds:
                 rest.append(one)
@@ -365,7 +365,7 @@ class _Reader:
         rows = set()
         affine_numbers = [number for number in found.numbers if self.terms[number][0] == "linear"]
         for number in affine_numbers:
-            node, row = self.node(entries_of(self.terms[number][1]))
+            node, row = self.node(operand_entries(self.terms[number][1]))
             own = _Out(found.of([number]), self.terms, None)
             made.append((node, own.key, own.weight, own.bias))
             rows.add((node.pooled, row))
@@ -379,16 +379,16 @@ class _Reader:
         key = (key_of(found.constant), *(part[:2] for part in made), None if out is None else out.key)
         if key not in self._affine:
             of = {node: [weight() for one, _, weight, _ in made if one is node] for node, *_ in made}
-            matrices = {node: total(*weights) for node, weights in of.items()}
-            offset = total(found.constant, *(bias() for *_, bias in made if bias is not None))
+            matrices = {node: careful_sum(*weights) for node, weights in of.items()}
+            offset = careful_sum(found.constant, *(bias() for *_, bias in made if bias is not None))
             if out is not None:
                 last = out.weight()
-                matrices = {node: product(last, matrix) for node, matrix in matrices.items()}
-                offset = product(last, offset)
+                matrices = {node: careful_product(last, matrix) for node, matrix in matrices.items()}
+                offset = careful_product(last, offset)
             self._affine[key] = Affine(key, matrices, offset)
         return self._affine[key], *rows.pop()
 
-    def _mean(self, found: _Sum) -> Part:
+    def _mean(self, found: _Sum) -> Summand:
         """Return a weighted mean of vectors of one node, whose entries may be multiplied. It is an attention
         with constant scores.
         """
@@ -425,11 +425,11 @@ class _Reader:
             return _with_rows(mean, rows_of_mean, places, [_POOLED], {_POOLED: 0})
 
         key = ("mean", node, tuple(rows), key_of(each), key_of(offset))
-        return Part(key, "mean", number, {node}, build, mixes=True)
+        return Summand(key, "mean", number, {node}, build, mixes=True)
 
     # ---- maps that are not affine
 
-    def _cores(self, found: _Sum, out: _Out | None) -> list[tuple[Part, bool, int]]:
+    def _cores(self, found: _Sum, out: _Out | None) -> list[tuple[Summand, bool, int]]:
         """Return the maps whose results are the atoms of a sum, each followed by the linear map ``out``, with
         whether the results are pooled, and the token.
         """
@@ -455,7 +455,7 @@ class _Reader:
         found = torch.empty_like(entries)
         for number in (entries // PLACES).unique().tolist():
             here = entries // PLACES == number
-            found[here] = entries_of(self.terms[number][1])[entries[here] % PLACES]
+            found[here] = operand_entries(self.terms[number][1])[entries[here] % PLACES]
         return found
 
     def _only_kind(self, entries: Tensor) -> str:
@@ -463,12 +463,12 @@ class _Reader:
         found = {self.terms[number][0] for number in (entries // PLACES).unique().tolist() if number >= 0}
         return found.pop() if len(found) == 1 else ""
 
-    def _gated(self, own: _Sum, down: _Down) -> tuple[Part, bool, int]:
+    def _gated(self, own: _Sum, down: _Down) -> tuple[Summand, bool, int]:
         gate, up = torch.empty_like(own.atom), torch.empty_like(own.atom)
         kinds = set()
         for number in own.numbers:
             here = own.atom // PLACES == number
-            of = [entries_of(key)[own.atom[here] % PLACES] for key in self.terms[number][1:]]
+            of = [operand_entries(key)[own.atom[here] % PLACES] for key in self.terms[number][1:]]
             first_kinds = [self._only_kind(entries) for entries in of]
             if first_kinds[0] not in ACTIVATIONS:
                 of, first_kinds = of[::-1], first_kinds[::-1]
@@ -492,9 +492,9 @@ class _Reader:
 
         key = ("gated", kind, first.key, second.key, down.key)
         sources = first.matrices.keys() | second.matrices.keys()
-        return Part(key, "feed-forward", number, set(sources), build), pooled, row
+        return Summand(key, "feed-forward", number, set(sources), build), pooled, row
 
-    def _attention(self, own: _Sum, out: _Out | None, numbers: list[int]) -> tuple[Part, bool, int]:
+    def _attention(self, own: _Sum, out: _Out | None, numbers: list[int]) -> tuple[Summand, bool, int]:
         order = sorted(numbers, key=lambda number: int(own.of([number]).place.min()))
         every = [self._head(number) for number in order]
         heads = [head for head, _ in every]
@@ -535,25 +535,25 @@ class _Reader:
                 return _with_rows(attention, rows, places, [_POOLED], {_POOLED: 0})
             return _with_rows(attention, rows, places, after, places)
 
-        return Part(key, "attention", order[0], sources, build, mixes=True), pooled, row
+        return Summand(key, "attention", order[0], sources, build, mixes=True), pooled, row
 
     def _head(self, number: int) -> tuple[_Head, dict[int, Tensor | None]]:
         """Return one head of an attention for one row, and the rotations of tokens."""
         _, weights_key, values_key = self.terms[number]
         if not weights_key:
             raise NotReadError(number, "has a row that sees no key")
-        weights = entries_of(weights_key)
+        weights = operand_entries(weights_key)
         softmax = int(weights[0]) // PLACES
         kind, *of = self.terms[softmax]
         if kind != "softmax" or not torch.equal(weights, self.terms.whole(softmax)):
             raise NotReadError(number, "averages values with other weights than those of a softmax")
-        scores = self._sum(entries_of(of[0]))
+        scores = self._sum(operand_entries(of[0]))
         alone = torch.equal(scores.place, torch.arange(len(weights))) and bool((scores.factor == 1).all())
         turns: dict[int, Tensor | None] = {}
         query: Affine | None = None
         row, turn_of_row, of_tokens, biases = _POOLED, None, True, scores.constant
         if alone and self._only_kind(scores.atom) == "dot" and len(scores.numbers) == 1:
-            asked = entries_of(self.terms[scores.numbers[0]][1])
+            asked = operand_entries(self.terms[scores.numbers[0]][1])
             fixed = self._sum(asked).constant
             if len(self._sum(asked).atom):
                 query, of_tokens, row, turn_of_row = self._turned(asked)
@@ -561,12 +561,12 @@ class _Reader:
             keys = [self.terms.keys[place] for place in (scores.atom % PLACES).tolist()]
         elif "dot" not in {self.terms[number][0] for number in scores.numbers}:
             # Each score is an affine function of one token: a key with one entry, and the query 1.
-            fixed, keys = torch.ones(1).double(), list(entries_of(of[0])[:, None])
+            fixed, keys = torch.ones(1).double(), list(operand_entries(of[0])[:, None])
             biases = torch.zeros_like(biases)
         else:
             raise NotReadError(softmax, "has scores that are more than products of queries and keys")
         seen, found, pooled = [], None, False
-        for entries, value in zip(keys, entries_of(values_key).view(len(weights), -1), strict=True):
+        for entries, value in zip(keys, operand_entries(values_key).view(len(weights), -1), strict=True):
             # A constant query is not turned, nor are scores that are no products.
             turned = (*self._once(entries), None) if query is None else self._turned(entries)
             key, pooled, token, turn = turned
@@ -643,17 +643,17 @@ class _Reader:
             for picked, whole in self._vectors(one):
                 node, row = self.node(whole)
                 matrix = picked.matrix(len(whole), picked.atom - whole[0])
-                plus(node, row, matrix if before is None else product(before, matrix))
+                plus(node, row, matrix if before is None else careful_product(before, matrix))
 
         def plus(node: Node, row: int, matrix: Tensor) -> None:
             rows = matrices.setdefault(node, {})
-            rows[row] = total(rows[row], matrix) if row in rows else matrix
+            rows[row] = careful_sum(rows[row], matrix) if row in rows else matrix
 
         affine_numbers = [number for number in found.numbers if self.terms[number][0] == "linear"]
         add(found.of([number for number in found.numbers if number not in affine_numbers]), None)
         offset = found.constant.clone()
         for number in affine_numbers:
-            operand = entries_of(self.terms[number][1])
+            operand = operand_entries(self.terms[number][1])
             inner = self._sum(operand)
             out = _Out(found.of([number]), self.terms, inner.constant)
             if {self.terms[i][0] for i in inner.numbers} & (_CORES | {"linear"}):
@@ -661,7 +661,7 @@ class _Reader:
                 plus(*self.node(operand), out.weight())
             else:
                 add(inner, out.weight())
-            offset = total(offset, out.bias())
+            offset = careful_sum(offset, out.bias())
         return matrices, offset
 
 
@@ -679,7 +679,7 @@ class _Out:
             if torch.equal(self.found.place[order], torch.arange(len(order))):
                 return self._terms.weights(self._at[order])[part]
         unit, columns = self._at.unique(return_inverse=True)
-        return product(self.found.matrix(len(unit), columns), self._terms.weights(unit)[part])
+        return careful_product(self.found.matrix(len(unit), columns), self._terms.weights(unit)[part])
 
     def weight(self) -> Tensor:
         """Return the matrix (outputs, inputs)."""
@@ -689,7 +689,7 @@ class _Out:
         """Return the bias, with what the map makes of constants in its input."""
         found = self._times(1)
         if self._constants is not None and bool(self._constants.any()):
-            found = total(found, product(self.weight(), self._constants))
+            found = careful_sum(found, careful_product(self.weight(), self._constants))
         return found
 
 
@@ -720,13 +720,13 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
-def _feed_forward(kind: str, up: Affine, down: _Down, number: int) -> Part:
+def _feed_forward(kind: str, up: Affine, down: _Down, number: int) -> Summand:
     def build(columns: Mapping[Node, int], width: int, *rows: list[int]) -> Map:
         back = down.weight()
         activation, rest = ACTIVATIONS[kind], back.new_zeros(len(back))
         return FeedForward(up.weight(columns, width), up.offset, activation, back, rest)
 
-    return Part((kind, up.key, down.key), "feed-forward", number, set(up.matrices), build)
+    return Summand((kind, up.key, down.key), "feed-forward", number, set(up.matrices), build)
 
 
 def _with_rows(

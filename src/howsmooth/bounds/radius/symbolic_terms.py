@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OTHER", "PLACES", "DifferentOperationError", "Terms", "constant", "entries_of", "key_of"]
+__all__ = ["OTHER", "PLACES", "DifferentOperationError", "Terms", "constant", "key_of", "operand_entries"]
 
 PLACES = 2**32
 """An entry is the number of its term times this, plus its place."""
@@ -184,8 +184,8 @@ class Terms:
     def _multiply(self, a: Tensor, b: Tensor) -> Tensor:
         for row, other in ((a, b), (b, a)):
             kind, *of = self._term(other) if bool((other == other[0]).all()) else ("",)
-            if kind == "rsqrt" and (term := self._term(entries_of(of[0])))[0] == "plus":
-                square = entries_of(term[1])
+            if kind == "rsqrt" and (term := self._term(operand_entries(of[0])))[0] == "plus":
+                square = operand_entries(term[1])
                 offset = constant(term[2])
                 if len(square) == 1 and bool((square == self.mean(self._multiply(row, row), 0)).all()):
                     return self.norm(row, False, float(offset[0]), None, None)
@@ -235,7 +235,7 @@ class Terms:
         return 1.0
 
     def _plain(self, row: Tensor) -> Tensor:
-        return row if self._factor(row) == 1 else entries_of(self._term(row)[1])[row % PLACES]
+        return row if self._factor(row) == 1 else operand_entries(self._term(row)[1])[row % PLACES]
 
     def _scaled(self, row: Tensor, factor: float) -> Tensor:
         """Multiply entries by a number, in the weights of the linear map that they come from."""
@@ -247,21 +247,21 @@ class Terms:
             if kind == "linear":
                 found[here] = number * PLACES + self._scaled_weights(places, factor)
             elif kind == "dot":
-                own = self._scaled(entries_of(of[0]), factor)
+                own = self._scaled(operand_entries(of[0]), factor)
                 found[here] = self._number("dot", key_of(own)) * PLACES + places
             elif kind == "add":
-                found[here] = self.add(*(self._scaled(entries_of(one), factor) for one in of))[places]
+                found[here] = self.add(*(self._scaled(operand_entries(one), factor) for one in of))[places]
             elif kind == "times":
-                scaled = self._scaled(entries_of(of[0]), factor)
+                scaled = self._scaled(operand_entries(of[0]), factor)
                 found[here] = self.times(scaled, constant(of[1]))[places]
             elif kind == "norm":
                 centred, eps, gain, bias, u = of
                 gain, bias = (constant(part) * factor for part in (gain, bias))
-                found[here] = self.norm(entries_of(u), centred, eps, gain, bias)[places]
+                found[here] = self.norm(operand_entries(u), centred, eps, gain, bias)[places]
             elif kind == "constant":
                 found[here] = self.fixed(constant(of[0]) * factor)[places]
             elif kind == "neg":
-                found[here] = self.applied("neg", self._scaled(entries_of(of[0]), factor))[places]
+                found[here] = self.applied("neg", self._scaled(operand_entries(of[0]), factor))[places]
             else:
                 raise DifferentOperationError("multiplies scores that are not of linear queries and keys")
         return found
@@ -343,7 +343,7 @@ def _bytes(vector: Tensor) -> bytes:
 
 
 def constant(key: bytes) -> Tensor:
-    """Return a constant vector of an operation, given as bytes."""
+    """Return the float64 vector that the bytes ``key`` hold."""
     return torch.frombuffer(bytearray(key), dtype=torch.float64)
 
 
@@ -352,7 +352,7 @@ def key_of(entries: Tensor) -> bytes:
     return entries.contiguous().numpy().tobytes()
 
 
-def entries_of(key: bytes) -> Tensor:
+def operand_entries(key: bytes) -> Tensor:
     """Return the entries of an operand."""
     return torch.frombuffer(bytearray(key), dtype=torch.int64)
 
