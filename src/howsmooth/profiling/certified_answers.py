@@ -68,9 +68,9 @@ class CertifiedAccuracy(Result):
         return float(proved.mean()), float((attacks > radius).mean())
 
     def __repr__(self) -> str:
-        lines = [
-            f"Certified accuracy of {self.model} on {len(self.table)} inputs, while {self.moving} moves."
-        ]
+        norm = "l2" if self.norm == 2 else "l∞"
+        moved = f"while {self.moving} moves ({norm} norm)"
+        lines = [f"Certified accuracy of {self.model} on {len(self.table)} inputs, {moved}."]
         shown = {float(self.table["radius"].quantile(share)) for share in (0.25, 0.5, 0.75)}
         for radius in sorted({0.0, *shown}):
             proved, upper = self.at(radius)

@@ -157,7 +157,7 @@ class Basis:
 
     @staticmethod
     def _one_by_one(z: Tensor) -> bool:
-        """Whether vectors (..., member, size) are projected singly; other devices start operations slowly."""
+        """Whether vectors (..., member, size) are projected one at a time, which pays for a few long ones."""
         return _is_long(z) and z.shape[-2] < _MANY
 
     def _together(self, z: Tensor) -> list[slice]:
