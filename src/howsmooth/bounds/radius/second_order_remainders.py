@@ -29,6 +29,7 @@ from howsmooth.bounds.radius.ellipsoid_arithmetic import (
     mixture,
     product,
     radii,
+    scaled,
     weighted_images,
 )
 from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm, weighted_norm
@@ -45,13 +46,12 @@ from howsmooth.rounding.rounded_tensor import lower, upper
 
 # A displacement beyond this share of a token's length counts as the whole length.
 NEARLY_ONE = 1 - 1e-6
-# Bounds the rounding error of log(1 − t) and of what is subtracted from it, divided by t.
-_CANCELLED = 2.0**-45
 
 __all__ = [
     "NEARLY_ONE", "AttentionErrors", "AttentionRemainder", "FeedForwardRemainder",
-    "GatedFeedForwardRemainder", "Left", "NormRemainder", "Remainder", "TokenwiseRemainder", "centred_values",
-    "gated_rest", "mean_square", "neuron_bounds", "norm_shape", "remainder_of", "spread_shape",
+    "GatedFeedForwardRemainder", "Left", "Moved", "NormRemainder", "Remainder", "TokenwiseRemainder",
+    "centred_values", "cosine_beyond", "gated_rest", "inverse_length", "mean_square", "neuron_bounds",
+    "remainder_of", "spread_shape",
 ]  # fmt: skip
 
 
@@ -76,37 +76,95 @@ class Remainder(ABC):
     def _left(self, epsilon: float, errors: Tensor) -> Left: ...
 
 
-def norm_shape(norm: Norm, bound: Tensor) -> Tensor:
-    """Return for each token the ellipsoid of all vectors √d · gain ∘ w with |w| ≤ ``bound``."""
-    factor = norm.scaled(torch.eye(len(norm.gain), dtype=bound.dtype))
-    return bound.square()[:, None, None] * enclosing(factor.square())
+class Moved(NamedTuple):
+    """Bounds on how tokens h move at a norm layer, by |h| (a + b), a linear in δ and b the rest.
+
+    ``along`` bounds the component of b along h, ``across`` that along the adjoint behind the layer. For the
+    parts orthogonal to h, ``size`` bounds that of b, which lies in the ellipsoids ``rest`` (n, d, d).
+    """
+
+    rest: Tensor
+    size: Tensor
+    along: Tensor
+    across: Tensor
 
 
 class NormRemainder(Remainder):
     """Bounds on the Taylor remainder of a norm layer, for the second-order expansion of the margin.
 
-    The relative displacement t = |Δh|/r of each token must be less than 1; the bounds are infinite where it
-    may be more. R = √d gain ∘ w, |w| ≤ (2/√3) (−ln(1 − t) − t), and the part beyond the second order is at
-    most |√d gain ∘ a| (3/2) (−ln(1 − t) − t − t²/2).
+    Let h move by |h| (y u + v), with u along h and v orthogonal to it. What is beyond the linear part is
+    √d gain ∘ (v x + u x'), with numbers x and x' that are bounded in closed form. |y| must be less than 1;
+    the bounds on the margin are infinite where it may be more.
     """
 
     def __init__(self, norm: Norm, u: Tensor, tangents: Tensor, adjoint: Tensor) -> None:
         self.norm = norm
-        self.r = lower(norm.direction_and_length(u)[1][:, 0]).clamp_min(0)
-        self.size = spectral_norm(norm.centre(tangents))
-        self.centre = norm.centre(torch.eye(u.shape[1], dtype=u.dtype)[None])[0]
-        self.adjoint = torch.linalg.vector_norm(norm.scaled(adjoint), dim=1)
+        self.gain = norm.scaled(torch.ones(1, u.shape[1], dtype=u.dtype))
+        self.direction, self.r = norm.direction_and_length(u)
+        b = norm.scaled(adjoint)
+        own = (self.direction * b).sum(1)
+        self.own, self.radial = upper(own.abs()), gram(self.direction[..., None])
+        eye = torch.eye(u.shape[1], dtype=u.dtype).expand(*u.shape, -1)
+        self.orthogonal = self._orthogonal(eye)
+        self.functionals = torch.stack([self.direction, b - own[:, None] * self.direction], 1)
+        # The token has √(d eps) as one more coordinate, in which v is its share of −y.
+        self.share = math.sqrt(u.shape[1] * norm.eps) / lower(self.r[:, 0])
+        across = self._orthogonal(tangents)
+        self.changes = gram(across)
+        along = torch.einsum("nfd,ndk->nfk", self.functionals, self._relative(tangents))
+        self.along, self.across = torch.linalg.vector_norm(along, dim=2).unbind(1)
+        self.size = spectral_norm(across) + self.share * self.along
+
+    def _relative(self, tangents: Tensor) -> Tensor:
+        return self.norm.centre(tangents) / self.r[..., None]
+
+    def _orthogonal(self, tangents: Tensor) -> Tensor:
+        w = self._relative(tangents)
+        return w - self.direction[..., None] * torch.einsum("nd,ndk->nk", self.direction, w)[:, None]
+
+    def _moved(self, epsilon: float, errors: Tensor) -> Moved:
+        rest = ellipsoid_image(self.orthogonal, errors)
+        functionals = self.norm.centre(self.functionals.mT).mT / self.r[..., None]
+        along, across = half_widths(errors, functionals).unbind(1)
+        return Moved(rest, radii(rest) + self.share * along, along, across)
+
+    def _total(self, epsilon: float, at: Moved) -> tuple[Tensor, Tensor]:
+        """Bound |y| and |v|."""
+        y = ((epsilon * self.along + at.along) * INFLATION).clamp_max(NEARLY_ONE)
+        return y, (epsilon * self.size + at.size) * INFLATION
+
+    def _bounds(
+        self, epsilon: float, at: Moved, factors: tuple[Tensor, ...], beyond: tuple[Tensor, Tensor, Tensor]
+    ) -> Left:
+        """Bound a x + b x' + u x'' for numbers of at most the given ``factors``, a and b orthogonal to h, and
+        the effect on the margin of v x + u x', |x| and |x'| at most the first two of ``beyond``. The third is
+        added to it, with that of b by its second derivative.
+        """
+        parts = zip(factors, (epsilon**2 * self.changes, at.rest, self.radial), strict=True)
+        shape = ellipsoid_sum(*(scaled(factor[:, None] * self.gain, part) for factor, part in parts))
+        margin = (epsilon * self.across + at.across) * beyond[0] + self.own * (beyond[1] + at.size**2 / 2)
+        margin = margin + at.across * at.along + beyond[2]
+        return Left(shape, torch.where(self._total(epsilon, at)[0] < NEARLY_ONE, margin, torch.inf).sum())
 
     def _left(self, epsilon: float, errors: Tensor) -> Left:
-        e = radii(errors, self.centre) / self.r
-        t = (epsilon * self.size / self.r + e) * INFLATION
-        inside = t.clamp_max(NEARLY_ONE)
-        # Where t is small, both differences are small beside their terms and their rounding errors.
-        second = -torch.log1p(-inside) - inside + _CANCELLED * inside
-        third = second - inside**2 / 2
-        margin = self.adjoint * (1.5 * third + e**2 / math.sqrt(3))
-        shape = norm_shape(self.norm, 2 / math.sqrt(3) * second)
-        return Left(shape, torch.where(t < NEARLY_ONE, margin, torch.inf).sum())
+        at = self._moved(epsilon, errors)
+        y, v = self._total(epsilon, at)
+        first = torch.maximum(y / (1 - y), y + v**2 / 2)
+        second, _ = inverse_length(y, v)
+        cosine = v**2 / (2 * (1 - y) ** 2)
+        return self._bounds(epsilon, at, (first, first, cosine), (second, cosine_beyond(y, v), 0 * y))
+
+
+def inverse_length(y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Bound the rest of 1/|u + y u + v| after its terms of order 1, and after those of order 2."""
+    near = 1 - y
+    third = torch.maximum(y**3 / near, 3 * y * v**2 / (2 * near**4)) + 3 * v**4 / (8 * near**5)
+    return torch.maximum(y**2 / near, v**2 / (2 * near**3)), third
+
+
+def cosine_beyond(y: Tensor, v: Tensor) -> Tensor:
+    """Bound the rest of the cosine of the angle between u and u + y u + v after its terms of order 2."""
+    return y * v**2 / (1 - y) ** 3 + 3 * v**4 / (8 * (1 - y) ** 4)
 
 
 class TokenwiseRemainder(Remainder):
@@ -158,7 +216,8 @@ class FeedForwardRemainder(Remainder):
         fourth = self.layer.activation.beyond(3, self.z, change)
         products = ((self.bend, product(linear, y)), *beyond)
         quadratic = epsilon**4 * self.quadratic
-        return neuron_bounds(self.layer, self.adjoint, products, beyond, fourth, quadratic)
+        moved = None if self.layer.activation.kink else (z, change)
+        return neuron_bounds(self.layer, self.adjoint, products, beyond, fourth, quadratic, moved=moved)
 
 
 class GatedFeedForwardRemainder(Remainder):
@@ -204,17 +263,23 @@ def neuron_bounds(
     beyond: Sequence[tuple[Tensor, Tensor]],
     rest: Tensor,
     *outputs: Tensor,
+    moved: tuple[Tensor, Tensor] | None = None,
 ) -> Left:
     """Return bounds for a feed-forward layer, given ellipsoids (n, m, m) of the changes in its neurons.
 
     The ellipsoids contain W₂ (Σ factor ∘ w + r) + v for w in the ellipsoids of ``products``, |r| ≤ ``rest``
     entry by entry, and v in each of the ellipsoids ``outputs`` (n, d_out, d_out). The effect on the margin is
-    that of Σ factor ∘ w + r for w in the ellipsoids of ``beyond``, combined with ``adjoint`` (n, m).
+    that of Σ factor ∘ w + r for w in the ellipsoids of ``beyond``, combined with ``adjoint`` (n, m). With
+    ``moved``, an ellipsoid of changes z and ``width``, it is also known that |r| ≤ rest (z/width)².
     """
-    size = torch.linalg.vector_norm(rest, dim=1)
-    of_rest = size.square()[:, None, None] * gram(layer.down)
+    size, margin = rest.square().sum(1), (upper(adjoint.abs()) * rest).sum(1)
+    if moved is not None:  # not all neurons move by their largest change at once
+        squares = torch.where(moved[1] > 0, rest / moved[1].square(), 0.0)
+        factors = torch.stack([squares * rest, upper(adjoint.abs()) * squares], 1)
+        jointly = half_widths(product(moved[0], moved[0]), factors)
+        size, margin = torch.minimum(size, jointly[:, 0]), torch.minimum(margin, jointly[:, 1])
+    of_rest = size[:, None, None] * gram(layer.down)
     shape = ellipsoid_sum(weighted_images(layer.down, products), of_rest, *outputs)
-    margin = (adjoint.abs() * rest).sum(1)
     for factor, matrix in beyond:
         margin = margin + half_widths(matrix, (adjoint * factor)[:, None])[:, 0]
     return Left(shape, upper(margin.sum()))

@@ -10,7 +10,6 @@ Proofs: documentation page "A proved radius for a whole network".
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,23 +29,23 @@ from howsmooth.bounds.radius.ellipsoid_arithmetic import (
 )
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.second_order_remainders import (
-    NEARLY_ONE,
     AttentionRemainder,
     GatedFeedForwardRemainder,
     Left,
+    Moved,
     NormRemainder,
     Remainder,
     TokenwiseRemainder,
     centred_values,
+    cosine_beyond,
     gated_rest,
+    inverse_length,
     mean_square,
     neuron_bounds,
-    norm_shape,
     spread_shape,
 )
 from howsmooth.bounds.radius.spectral_norm_bounds import each_form_norm, form_norm
 from howsmooth.bounds.radius.transformer_layers import Attention, FeedForward, GatedFeedForward, Map, Norm
-from howsmooth.rounding import INFLATION
 from howsmooth.rounding.rounded_tensor import plain
 
 # So many outputs of attention are expanded at once.
@@ -84,33 +83,36 @@ class Expansion:
 
 
 class CubicNorm(NormRemainder):
-    """Bounds on the Taylor remainder of a norm layer, for the third-order expansion of the margin.
-
-    Along a ray, h/|h| has Taylor coefficients of norm at most 1/√3, 1/2 and 1 in the orders 2, 3 and above.
-    """
+    """Bounds on the Taylor remainder of a norm layer, for the third-order expansion of the margin."""
 
     def __init__(self, norm: Norm, at: Expansion) -> None:
         super().__init__(norm, at.u, at.tangents, at.adjoint)
-        self.linear = self.size / self.r
-        self.form = form_norm(norm.centre(at.forms), at.pairs) / 2 / self.r
-        direction, r = norm.direction_and_length(at.u)
-        w, b = norm.centre(at.tangents), norm.scaled(at.adjoint)
-        along = torch.einsum("nd,ndk->nk", direction, w) / r
-        own = torch.einsum("nd,ndk->nk", b, w) / r
-        square = at.pairs.packed(w.mT @ w) / r**2
-        y = at.pairs.square(along)
+        curved = self._orthogonal(at.forms / 2)
+        functionals = torch.einsum("nfd,ndp->nfp", self.functionals, self._relative(at.forms / 2))
+        self.along_form, self.across_form = each_form_norm(functionals, at.pairs).unbind(1)
+        self.form, self.curved = form_norm(curved, at.pairs) + self.share * self.along_form, gram(curved)
+        direction, w, b = self.direction, self._relative(at.tangents), norm.scaled(at.adjoint)
+        along, own = torch.einsum("nd,ndk->nk", direction, w), torch.einsum("nd,ndk->nk", b, w)
+        square, y = at.pairs.packed(w.mT @ w), at.pairs.square(along)
         radial = torch.einsum("nd,nd->n", direction, b)[:, None] * along
         self.cubic = own.T @ (1.5 * y - 0.5 * square) + radial.T @ (1.5 * square - 2.5 * y)
 
+    def _moved(self, epsilon: float, errors: Tensor) -> Moved:
+        at, square = super()._moved(epsilon, errors), epsilon**2
+        rest = ellipsoid_sum(square**2 * self.curved, at.rest)
+        forms = (self.form, self.along_form, self.across_form)
+        return Moved(rest, *(square * form + e for form, e in zip(forms, at[1:], strict=True)))
+
     def _left(self, epsilon: float, errors: Tensor) -> Left:
-        e = epsilon**2 * self.form + radii(errors, self.centre) / self.r
-        linear = epsilon * self.linear
-        t = (linear + e) * INFLATION
-        inside = t.clamp_max(NEARLY_ONE)
-        fourth = inside**4 / (1 - inside)
-        shape = norm_shape(self.norm, (2 * linear * e + e**2) / math.sqrt(3) + inside**3 / 2 + fourth)
-        margin = self.adjoint * (e**2 / math.sqrt(3) + (t**3 - linear**3) / 2 + fourth)
-        return Left(shape, torch.where(t < NEARLY_ONE, margin, torch.inf).sum())
+        at = self._moved(epsilon, errors)
+        (y, v), p, q = self._total(epsilon, at), epsilon * self.along, at.along
+        second, third = inverse_length(y, v)
+        longer = at.size * (2 * epsilon * self.size + at.size)  # bounds |v|² − |a|²
+        factors = q + second, y + second, longer / 2 + cosine_beyond(y, v)
+        margin = at.across * torch.maximum(y**2, v**2 / 2) + self.own * (q * v**2 + p * longer)
+        margin = margin + epsilon * self.across * (q * (2 * p + q) + longer / 2)
+        fourth = (1.5 * y**2 + 0.375 * v**2) * v**2 / (1 - y) ** 4
+        return self._bounds(epsilon, at, factors, (third, fourth, margin))
 
 
 class CubicFeedForward(Remainder):
@@ -165,7 +167,8 @@ class CubicFeedForward(Remainder):
         change = torch.minimum(change, z.diagonal(dim1=1, dim2=2).sqrt())
         fifth = activation.beyond(4, self.z, change)
         products = ((self.bend, product(linear, error)), *beyond)
-        return neuron_bounds(self.layer, self.adjoint, products, beyond, fifth, epsilon**6 * self.third)
+        third, moved = epsilon**6 * self.third, (None if activation.kink else (z, change))
+        return neuron_bounds(self.layer, self.adjoint, products, beyond, fifth, third, moved=moved)
 
 
 class CubicGatedFeedForward(GatedFeedForwardRemainder):
