@@ -56,6 +56,11 @@ def of_llama(llama: nn.Module) -> hs.Precision:
 
 
 @pytest.fixture(scope="module")
+def with_budgets(llama: nn.Module) -> hs.Precision:
+    return hs.precision(llama, IDS, bits=(2, 3, 4), quantisers=("token", "kivi-3-2"), average=3.2)
+
+
+@pytest.fixture(scope="module")
 def encoder() -> hs.Precision:
     options = {"layers": [0, -1], "bits": (2, 4), "quantisers": ("token", "group-32", "group-64")}
     return hs.precision("builtin-encoder", TEXT, span="0:16", **options)
@@ -65,6 +70,19 @@ def quantised(t: Tensor, bits: int, dim: int) -> Tensor:
     """Absmax quantisation with one step for each slice along ``dim``, written out."""
     step = t.abs().max(dim=dim, keepdim=True).values / (2 ** (bits - 1) - 1)
     return torch.round(t / step) * step
+
+
+def kivi(t: Tensor, bits: int, operand: str, group: int, window: int) -> Tensor:
+    """Keys in groups of tokens of one channel, values in groups of channels of one token, written out."""
+    n, found = t.shape[-2] - window, t.clone()
+    size = (group, 1) if operand == "K" else (1, group)
+    for i in range(0, n - size[0] + 1, size[0]):
+        for c in range(0, t.shape[-1], size[1]):
+            part = found[..., i : i + size[0], c : c + size[1]]
+            low, high = part.amin((-2, -1), keepdim=True), part.amax((-2, -1), keepdim=True)
+            step = (high - low) / (2**bits - 1)
+            part.copy_(torch.round((part - low) / step) * step + low)
+    return found
 
 
 class QuantisedCache(DynamicCache):
@@ -80,7 +98,10 @@ class QuantisedCache(DynamicCache):
             if layer_idx == case["layer"]:
                 t = key_states if case["operand"] == "K" else value_states
                 head = t[:, case["head"]]
-                head.copy_(quantised(head, case["bits"], -1 if case["quantiser"] == "token" else -2))
+                if case["quantiser"] == "kivi-3-2":
+                    head.copy_(kivi(head, case["bits"], case["operand"], 3, 2))
+                else:
+                    head.copy_(quantised(head, case["bits"], -1 if case["quantiser"] == "token" else -2))
         return super().update(key_states, value_states, layer_idx, *a, **k)
 
 
@@ -278,9 +299,9 @@ def test_any_module_with_attention_is_taken() -> None:
 
 def test_the_budget_is_the_best_of_all_choices(of_llama: hs.Precision) -> None:
     few = of_llama.table[of_llama.table["layer"] == 0]
-    found = replace(of_llama, table=few)
+    found = replace(of_llama, table=few, logits=None)
     budget = found.budget(4.5, "token")
-    rows = few[few["quantiser"] == "token"].set_index(["layer", "head", "operand", "bits"])["predicted_kl"]
+    rows = few[few["quantiser"] == "token"].set_index(["layer", "head", "operand", "bits"])["kl"]
     places = [tuple(row) for row in budget[["layer", "head", "operand"]].itertuples(index=False)]
     best = min(
         sum(rows[(*place, bits)] for place, bits in zip(places, choice, strict=True))
@@ -294,6 +315,43 @@ def test_the_budget_is_the_best_of_all_choices(of_llama: hs.Precision) -> None:
     lowest = few[(few["bits"] == 3) & (few["quantiser"] == "token")]
     truth = (lowest["predicted"] / lowest["output_norm"]).pow(2).sum()
     assert without.budget(3, "token")["effect"].sum() == pytest.approx(truth)
+
+
+def test_the_average_is_that_of_all_quantised_numbers(with_budgets: hs.Precision) -> None:
+    for quantiser, key_tokens in (("token", 10), ("kivi-3-2", 6)):
+        budget = with_budgets.budget(3.2, quantiser)
+        entries = budget["operand"].map({"K": 6 * key_tokens, "V": 6 * (10 if quantiser == "token" else 8)})
+        assert list(budget["entries"]) == list(entries)
+        left = 3.2 * entries.sum() - (budget["bits"] * entries).sum()
+        assert 0 <= left < entries.min()  # not enough for another bit
+        row = with_budgets.mixed.set_index("quantiser").loc[quantiser]
+        assert row["bits"] == pytest.approx((budget["bits"] * entries).sum() / entries.sum(), rel=1e-15)
+
+
+def test_budgets_are_kept_and_better_at_once_than_equal_bits(
+    llama: nn.Module, with_budgets: hs.Precision, tmp_path: Path
+) -> None:
+    page = with_budgets.write(tmp_path)[0].read_text(encoding="utf-8")
+    table, told = pd.read_csv(tmp_path / "precision.csv"), with_budgets.described()
+    place = ["layer", "head", "operand", "bits", "quantiser"]
+    chosen = table[table["in_budget"]][place].sort_values(place)
+    assert chosen.values.tolist() == with_budgets.budgets[place].sort_values(place).values.tolist()
+    assert len(chosen) == 2 * 8
+    for row in with_budgets.mixed.to_dict("records"):
+        own = table[table["quantiser"] == row["quantiser"]]
+        assert row["kl"] == pytest.approx(kl_of_a_quantised_cache(llama, own[own["in_budget"]]), rel=2e-2)
+        truth = kl_of_a_quantised_cache(llama, own[own["bits"] == 3])
+        assert (row["average"], row["equal_bits"]) == (3.2, 3)
+        assert row["equal_kl"] == pytest.approx(truth, rel=2e-2)
+        assert row["kl"] < row["equal_kl"]
+        assert row in told["mixed"]
+        said = f"({row['quantiser']}), in fact {row['bits']:.4g}; at once: divergence {row['kl']:.3g}"
+        said = f"Bits for an average of 3.2 {said}, with 3 bits for all {row['equal_kl']:.3g}."
+        assert said in page
+        assert said in repr(with_budgets)
+    bits = " ".join(map(str, with_budgets.budgets["bits"][with_budgets.budgets["operand"] == "K"][:2]))
+    assert f">{bits}</td>" in page
+    assert len(told["budget"]) == 16
 
 
 def test_page_figure_and_table(of_llama: hs.Precision, tmp_path: Path) -> None:
@@ -329,6 +387,14 @@ REFUSED: dict[str, tuple[Callable[[hs.Precision], object], str]] = {
     ),
     "few bits": (lambda found: found.budget(2), "average"),
     "budget of another quantiser": (lambda found: found.budget(4, "group-32"), "quantiser"),
+    "an average below all bits": (
+        lambda _: hs.precision(tiny("gpt2"), IDS, bits=(4, 3), average=2.5),
+        "average: expected at least 3 bits",
+    ),
+    "a group that does not fit": (
+        lambda _: hs.precision(tiny("gpt2"), IDS, bits=3, quantisers=("token", "kivi-32-128")),
+        "quantisers: expected a group and a window that fit 10 tokens",
+    ),
     "one number of bits": (
         lambda found: replace(found, table=found.table[found.table["bits"] == 3]).budget(4),
         "several numbers of bits",
