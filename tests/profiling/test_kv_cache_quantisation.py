@@ -301,15 +301,13 @@ def test_the_budget_is_the_best_of_all_choices(of_llama: hs.Precision) -> None:
     few = of_llama.table[of_llama.table["layer"] == 0]
     found = replace(of_llama, table=few, logits=None)
     budget = found.budget(4.5, "token")
-    rows = few[few["quantiser"] == "token"].set_index(["layer", "head", "operand", "bits"])["kl"]
+    rows = few[few["quantiser"] == "token"].set_index(["layer", "head", "operand", "bits"])
+    means = (rows["kl"] * rows["predicted_kl"]) ** 0.5
     places = [tuple(row) for row in budget[["layer", "head", "operand"]].itertuples(index=False)]
-    best = min(
-        sum(rows[(*place, bits)] for place, bits in zip(places, choice, strict=True))
-        for choice in itertools.product((3, 6), repeat=len(places))
-        if sum(choice) <= 4.5 * len(places)
-    )
-    assert budget["bits"].mean() <= 4.5
-    assert budget["effect"].sum() == pytest.approx(best)
+    choices = [one for one in itertools.product((3, 6), repeat=len(places)) if sum(one) <= 4.5 * len(places)]
+    best = min(choices, key=lambda one: sum(means[(*at, b)] for at, b in zip(places, one, strict=True)))
+    assert tuple(budget["bits"]) == best
+    assert list(budget["effect"]) == [rows["kl"][(*at, b)] for at, b in zip(places, best, strict=True)]
     assert set(found.budget(6, "token")["bits"]) == {6}
     without = replace(found, table=few.assign(kl=float("nan")))
     lowest = few[(few["bits"] == 3) & (few["quantiser"] == "token")]
@@ -326,6 +324,17 @@ def test_the_average_is_that_of_all_quantised_numbers(with_budgets: hs.Precision
         assert 0 <= left < entries.min()  # not enough for another bit
         row = with_budgets.mixed.set_index("quantiser").loc[quantiser]
         assert row["bits"] == pytest.approx((budget["bits"] * entries).sum() / entries.sum(), rel=1e-15)
+
+
+def test_a_budget_is_the_best_at_once_of_several(with_budgets: hs.Precision) -> None:
+    without = replace(with_budgets, logits=None)
+    gains = []
+    for average, quantiser in itertools.product((2.4, 3, 3.2, 3.6), ("token", "kivi-3-2")):
+        kl = with_budgets.simulate(with_budgets.budget(average, quantiser), quantiser)
+        gains.append(with_budgets.simulate(without.budget(average, quantiser), quantiser) - kl)
+        assert kl <= with_budgets.simulate(int(average), quantiser)
+    assert min(gains) >= 0
+    assert max(gains) > 0
 
 
 def test_budgets_are_kept_and_better_at_once_than_equal_bits(
@@ -358,13 +367,15 @@ def test_page_figure_and_table(of_llama: hs.Precision, tmp_path: Path) -> None:
     paths = of_llama.write(tmp_path)
     assert [path.name for path in paths] == [f"precision.{end}" for end in ("html", "png", "pdf", "csv")]
     page = paths[0].read_text(encoding="utf-8")
+    assert list(of_llama.ranking["kl"]) == sorted(of_llama.table["kl"], reverse=True)
     top = of_llama.ranking.iloc[0]
     assert f">{top['predicted_kl']:.4g}</td>" in page
     assert "32 of 32" not in page
     table = pd.read_csv(paths[3])
     assert list(table["change"]) == list(of_llama.table["change"])
     panels = of_llama.plot().axes
-    assert panels[0].images[0].get_array().shape == (2, 2)
+    few = of_llama.table.query("operand == 'K' and quantiser == 'token' and bits == 3")
+    assert panels[0].images[0].get_array().flatten().tolist() == pytest.approx(list(few["kl"]))
     assert len(panels[2].collections[0].get_offsets()) == len(of_llama.table) // 2
 
 

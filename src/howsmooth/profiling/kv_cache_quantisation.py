@@ -142,10 +142,11 @@ class Precision(InputResult):
 
         The numbers of bits are chosen among those in the table for the quantiser, so measure several, such as
         2, 3, 4, 5, 6 and 8. All heads start with the smallest number. Bits are then added where they lower
-        the effect most for each bit. With logits the effect is ``kl``, ``predicted_kl`` or their geometric
-        mean; of the three results, and one number of bits for all, the one is taken whose divergence is the
-        smallest with all keys and values quantised at once. Without logits the effect is the squared
-        predicted change of the attention's output relative to this output.
+        the effect most for each bit. With logits the effect is ``predicted_kl``, or its geometric mean with
+        ``kl``, in which the chance of one rounding counts less. Of these two results, and one number of bits
+        for all, the one is taken that has the smallest divergence with all keys and values quantised at once.
+        Without logits the effect is the squared predicted change of the attention's output relative to this
+        output.
 
         The result has one row for each layer, head and operand, with ``bits``, ``entries`` (how many numbers
         are quantised) and ``effect``, that of the row of the table, ``kl`` with logits. An ArgumentError says
@@ -156,10 +157,10 @@ class Precision(InputResult):
         if rows.empty:
             known = ", ".join(self.table["quantiser"].unique())
             raise ArgumentError("quantiser", expected=f"one of the table: {known}", got=repr(quantiser))
-        both = (rows["kl"] * rows["predicted_kl"]).pow(0.5)
-        rows = rows.assign(both=both, relative=(rows["predicted"] / rows["output_norm"]).pow(2))
-        effects = ["kl", "predicted_kl", "both"] if self.has_kl else ["relative"]
-        wide = rows.pivot(index=_PLACE, columns="bits", values=[*effects, "entries"])
+        mean = (rows["kl"] * rows["predicted_kl"]).pow(0.5)
+        rows = rows.assign(mean=mean, relative=(rows["predicted"] / rows["output_norm"]).pow(2))
+        told, *effects = ["kl", "mean", "predicted_kl"] if self.has_kl else ["relative", "relative"]
+        wide = rows.pivot(index=_PLACE, columns="bits", values=list({told, *effects, "entries"}))
         entries, bits = wide["entries"].to_numpy(dtype=int)[:, 0], wide["entries"].columns.to_numpy(dtype=int)
         average = _checked_average(average, bits.tolist())
         chosen = [_spent(wide[effect].to_numpy(), bits, entries, average) for effect in effects]
@@ -171,7 +172,7 @@ class Precision(InputResult):
             )
 
         best = chosen[0] if self.logits is None else min(chosen, key=at_once)
-        effect = wide[effects[0]].to_numpy()[np.arange(len(best)), best]
+        effect = wide[told].to_numpy()[np.arange(len(best)), best]
         places = wide.index.to_frame(index=False)
         return places.assign(bits=bits[best], entries=entries, effect=effect)
 
