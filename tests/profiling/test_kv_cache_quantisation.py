@@ -118,16 +118,19 @@ def kl_of_a_quantised_cache(model: nn.Module, cases: pd.DataFrame) -> float:
 
 
 @torch.no_grad()
-def test_the_changes_are_those_of_a_quantised_cache(llama: nn.Module, of_llama: hs.Precision) -> None:
+def test_the_changes_are_those_of_a_quantised_cache(
+    llama: nn.Module, of_llama: hs.Precision, with_budgets: hs.Precision
+) -> None:
     assert len(of_llama.table) == 2 * 2 * 2 * 2 * 2
+    rows = pd.concat([of_llama.table, with_budgets.table.query("quantiser == 'kivi-3-2' and bits == 3")])
     kept: dict[int, Tensor] = {}
     for i, layer in enumerate(llama.model.layers):
         layer.self_attn.register_forward_hook(lambda m, a, out, i=i: kept.__setitem__(i, out[0].detach()))
     llama(IDS)
     own = dict(kept)
-    for index in range(len(of_llama.table)):
-        case = of_llama.table.iloc[index]
-        kl = kl_of_a_quantised_cache(llama, of_llama.table.iloc[[index]])  # which runs that cache last
+    for index in range(len(rows)):
+        case = rows.iloc[index]
+        kl = kl_of_a_quantised_cache(llama, rows.iloc[[index]])  # which runs that cache last
         layer = case["layer"]
         change = torch.linalg.vector_norm(kept[layer] - own[layer])
         assert case["change"] == pytest.approx(float(change), rel=2e-3, abs=1e-5)
@@ -215,8 +218,10 @@ def test_the_predicted_divergence_is_the_mean_of_small_errors(llama: nn.Module) 
         assert predicted == pytest.approx(real, rel=0.2)
 
 
-def test_no_real_change_goes_beyond_its_bound(of_llama: hs.Precision, encoder: hs.Precision) -> None:
-    for table in (of_llama.table, encoder.table):
+def test_no_real_change_goes_beyond_its_bound(
+    of_llama: hs.Precision, with_budgets: hs.Precision, encoder: hs.Precision
+) -> None:
+    for table in (of_llama.table, with_budgets.table, encoder.table):
         assert bool((table["change"] <= table["bound"]).all())
         assert bool((table["predicted"] <= table["bound"]).all())
         assert bool((table["bound"] < 500 * table["change"]).all())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from numbers import Real
 from textwrap import indent
 from typing import Any, ClassVar
 
@@ -54,6 +55,7 @@ _CELL, _SCATTER = 0.3, 4.2  # inches
 # In nats. Predictions up to this were within a factor of 5 of the real divergences, which then saturate.
 _HOLDS = 0.1
 _PLACE = ["layer", "head", "operand"]
+_MIXED = ["quantiser", "average", "bits", "kl", "equal_bits", "equal_kl"]
 _CHANGES, _DIVERGENCES = ("predicted", "change", "bound"), ("predicted_kl", "kl")
 _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
 
@@ -167,9 +169,8 @@ class Precision(InputResult):
         chosen.append(np.full(len(entries), np.flatnonzero(bits <= average)[-1]))
 
         def at_once(choice: np.ndarray) -> float:
-            return simulated_kl(
-                self.logits, dict(zip(wide.index, bits[choice].tolist(), strict=True)), quantiser
-            )
+            given = dict(zip(wide.index, bits[choice].tolist(), strict=True))
+            return simulated_kl(self.logits, given, quantiser)
 
         best = chosen[0] if self.logits is None else min(chosen, key=at_once)
         effect = wide[told].to_numpy()[np.arange(len(best)), best]
@@ -239,12 +240,15 @@ class Precision(InputResult):
         """Sentences on quantising all keys and values, unreliable predictions, and rank correlations."""
         found = [f"A{words[1:]}." for words in self._together_in_words()]
         for row in plain_rows(self.mixed):
-            real = f"; at once: divergence {row['kl']:.3g}" if self.has_kl else ""
-            equal = f", with {row['equal_bits']} bits for all {row['equal_kl']:.3g}" if self.has_kl else ""
-            said = (
-                f"Bits for an average of {row['average']:g} ({row['quantiser']}), in fact {row['bits']:.4g}"
+            asked, equal = (
+                f"{row['average']:g} ({row['quantiser']})",
+                f"with {row['equal_bits']} bits for all",
             )
-            found.append(f"{said}{real}{equal}.")
+            said = f"Bits for an average of {asked}, in fact {row['bits']:.4g}"
+            real = (
+                f"; at once: divergence {row['kl']:.3g}, {equal} {row['equal_kl']:.3g}" if self.has_kl else ""
+            )
+            found.append(f"{said}{real}.")
         if bool((self.table["predicted_kl"] > _HOLDS).any()):
             found.append(
                 f"* Above {_HOLDS} nats predictions are unreliable, up to a hundredfold too large: see kl."
@@ -276,9 +280,8 @@ class Precision(InputResult):
     @property
     def _bits_of_heads(self) -> pd.DataFrame:
         groups = self.budgets.groupby(["quantiser", "layer", "operand"], sort=False)["bits"]
-        return (
-            groups.agg(lambda bits: " ".join(map(str, bits))).rename("bits of kv heads from 0").reset_index()
-        )
+        words = groups.agg(lambda bits: " ".join(map(str, bits)))
+        return words.reset_index(name="bits of kv heads from 0")
 
     @styled
     def plot(self) -> Figure:
@@ -396,8 +399,8 @@ def precision(
     quantisers
         Which entries share a step: "token" and "channel" by absmax, "group-32" and "group-64" that many
         channels of a token, and "kivi" with zero points, keys by channel and values by token; all by default.
-        Also "kivi-G" in groups of G tokens or channels, and "kivi-G-R", where the last R tokens of the input
-        stay exact, and keys of the last group if it is not full.
+        Also "kivi-G" in groups of G tokens or channels, and "kivi-G-R", where for all queries the last R
+        tokens of the input stay exact, and keys of the last group if it is not full.
     logits
         Whether to run the whole model for the divergence of its predictions.
     average
@@ -465,34 +468,27 @@ def precision(
 
 
 def _with_budgets(found: Precision, average: float) -> Precision:
-    budgets, mixed, at_once = [], [], found.together.set_index(["quantiser", "bits"])["kl"]
-    for quantiser, rows in found.table.groupby("quantiser", sort=False):
-        budget = found.budget(average, str(quantiser))
+    budgets, mixed = [], []
+    for name, rows in found.table.groupby("quantiser", sort=False):
+        quantiser, equal = str(name), int(rows["bits"][rows["bits"] <= average].max())
+        budget = found.budget(average, quantiser)
+        alike = budget.assign(bits=equal)
+        kls = [found.simulate(one, quantiser) if found.has_kl else math.nan for one in (budget, alike)]
+        mean = float(np.average(budget["bits"], weights=budget["entries"]))
         budgets.append(budget.assign(quantiser=quantiser))
-        equal = int(rows["bits"][rows["bits"] <= average].max())
-        mixed.append(
-            {
-                "quantiser": quantiser,
-                "average": average,
-                "bits": float(np.average(budget["bits"], weights=budget["entries"])),
-                "kl": found.simulate(budget, str(quantiser)) if found.has_kl else math.nan,
-                "equal_bits": equal,
-                "equal_kl": at_once.get((quantiser, equal), math.nan),
-            }
-        )
+        mixed.append((quantiser, average, mean, kls[0], equal, kls[1]))
     every, keys = pd.concat(budgets, ignore_index=True), [*_PLACE, "bits", "quantiser"]
     given = set(every[keys].itertuples(index=False, name=None))
     chosen = [row in given for row in found.table[keys].itertuples(index=False, name=None)]
-    return replace(
-        found, table=found.table.assign(in_budget=chosen), budgets=every, mixed=pd.DataFrame(mixed)
-    )
+    table = found.table.assign(in_budget=chosen)
+    return replace(found, table=table, budgets=every, mixed=pd.DataFrame(mixed, columns=_MIXED))
 
 
 def _checked_average(average: object, bits: Sequence[int]) -> float:
     if len(bits) < 2:
         expected = "several numbers of bits for a budget to choose from, such as 2,3,4,5,6,8"
         raise ArgumentError("bits", expected=expected, got=str(bits[0]))
-    if not isinstance(average, int | float) or not min(bits) <= average < math.inf:
+    if not isinstance(average, Real) or not min(bits) <= float(average) < math.inf:
         raise ArgumentError("average", expected=f"at least {min(bits)} bits", got=repr(average))
     return float(average)
 
