@@ -25,7 +25,7 @@ _EXAMPLES = (
     "into --out.",
     "Examples:",
     "[cyan]howsmooth precision builtin-decoder --span 0:32 --bits 8,4,3[/]  32 tokens of Alice in Wonderland",
-    "[cyan]howsmooth precision builtin-encoder --bits 4 --quantisers token,channel[/]  two quantisers",
+    "[cyan]howsmooth precision builtin-encoder --bits 4 --quantisers token,kivi-32[/]  two quantisers",
     "[cyan]howsmooth precision ./model --text letter.txt --bits 2,3,4,6,8 --average 4[/]  bits for each head",
     "[cyan]howsmooth precision builtin-encoder --layers 0 --no-logits --json[/]  one layer alone, as JSON",
 )

@@ -3,8 +3,9 @@ keys and values of some heads, as if they came from a quantised KV cache.
 
 An entry is rounded to an integer multiple of a step, counted from a zero point. All entries of a group share
 both. In absmax quantisation the zero point is 0, and the step is the largest absolute value over
-2^(bits−1) − 1. In KIVI (arXiv:2402.02750, Section 3) the zero point is the smallest entry, and the step is
-the largest minus the smallest over 2^bits − 1.
+2^(bits−1) − 1. In KIVI (arXiv:2402.02750) the zero point is the smallest entry, and the step is the largest
+minus the smallest over 2^bits − 1. The window of exact tokens here is never shorter than R; KIVI's own window
+of keys is quantised as a whole, and empty again, each time it has R tokens.
 """
 
 from __future__ import annotations
