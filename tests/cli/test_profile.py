@@ -177,11 +177,11 @@ def test_the_bits_of_a_budget_are_printed_with_their_divergence(capsys: Capture)
     found = hs.precision("builtin-decoder", text, span="0:8", layers=[0], quantisers="token", bits=(3, 8))
     assert found.has_kl
     assert f"{found.table['change'].max():.4g}" in out
+    budget = found.budget(4)
     for operand in "KV":
-        rows = found.budget(4)
-        given = " ".join(str(b) for b in rows[rows["operand"] == operand]["bits"])
-        assert f"layer 0, {operand}, kv heads from 0: {given}" in out
-    assert f"at once: divergence {found.simulate(found.budget(4)):.3g}\n" in out
+        given = " ".join(str(b) for b in budget[budget["operand"] == operand]["bits"])
+        assert f"token 0 {operand} {given}" in [" ".join(line.split()) for line in out.splitlines()]
+    assert f"at once: divergence {found.simulate(budget):.3g}, with 3 bits for all " in out
     assert f"{found.simulate(3):.3g} at 3 bits" in out
     assert "Page: found/precision.html" in out
     table = pd.read_csv("found/precision.csv")
@@ -189,12 +189,15 @@ def test_the_bits_of_a_budget_are_printed_with_their_divergence(capsys: Capture)
 
 
 def test_precision_as_json(capsys: Capture) -> None:
-    assert main([*SHORT, "--bits", "4,3", "--average", "4", "--no-logits", "--json"]) == 0
+    short = [*SHORT[:-1], "token,kivi-4-4"]
+    assert main([*short, "--bits", "4,3", "--average", "4", "--no-logits", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     check_documented("precision", found)
     assert found["n"] == 8
     assert {row["bits"] for row in found["ranking"]} == {3, 4}
     assert found["ranking"][0]["kl"] is None
-    assert len(found["budget"]) == 16
-    assert found["budget_kl"] is None
+    assert len(found["budget"]) == 2 * 16
+    assert [row["quantiser"] for row in found["mixed"]] == ["token", "kivi-4-4"]
+    assert found["mixed"][0]["bits"] == 4
+    assert found["mixed"][0]["kl"] is None
     assert found["files"][0] == "howsmooth-precision/precision.html"

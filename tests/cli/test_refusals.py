@@ -89,6 +89,7 @@ AT_ONCE: list[tuple[list[str], str]] = [
     ([*BOUND, "--scope", "block"], "scope: expected one of head, heads"),
     ([*BOUND, "--scope", "cross-attention"], "howsmooth measure takes this scope"),
     ([*PRECISION, "--quantisers", "row"], "quantisers"),
+    ([*PRECISION, "--quantisers", "token,kivi-0"], "quantisers: expected all, or some of token"),
     ([*BOUND, "--steps", "9"], "steps: expected no steps without --search, got 9"),
     ([*BOUND, "--heads", "1"], "Add the scope head"),
     ([*MEASURE, "--scope", "model", "--layers", "1"], "Leave layers out"),

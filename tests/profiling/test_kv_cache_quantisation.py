@@ -56,6 +56,11 @@ def of_llama(llama: nn.Module) -> hs.Precision:
 
 
 @pytest.fixture(scope="module")
+def with_budgets(llama: nn.Module) -> hs.Precision:
+    return hs.precision(llama, IDS, bits=(2, 3, 4), quantisers=("token", "kivi-3-2"), average=3.2)
+
+
+@pytest.fixture(scope="module")
 def encoder() -> hs.Precision:
     options = {"layers": [0, -1], "bits": (2, 4), "quantisers": ("token", "group-32", "group-64")}
     return hs.precision("builtin-encoder", TEXT, span="0:16", **options)
@@ -65,6 +70,19 @@ def quantised(t: Tensor, bits: int, dim: int) -> Tensor:
     """Absmax quantisation with one step for each slice along ``dim``, written out."""
     step = t.abs().max(dim=dim, keepdim=True).values / (2 ** (bits - 1) - 1)
     return torch.round(t / step) * step
+
+
+def kivi(t: Tensor, bits: int, operand: str, group: int, window: int) -> Tensor:
+    """Keys in groups of tokens of one channel, values in groups of channels of one token, written out."""
+    n, found = t.shape[-2] - window, t.clone()
+    size = (group, 1) if operand == "K" else (1, group)
+    for i in range(0, n - size[0] + 1, size[0]):
+        for c in range(0, t.shape[-1], size[1]):
+            part = found[..., i : i + size[0], c : c + size[1]]
+            low, high = part.amin((-2, -1), keepdim=True), part.amax((-2, -1), keepdim=True)
+            step = (high - low) / (2**bits - 1)
+            part.copy_(torch.round((part - low) / step) * step + low)
+    return found
 
 
 class QuantisedCache(DynamicCache):
@@ -80,7 +98,10 @@ class QuantisedCache(DynamicCache):
             if layer_idx == case["layer"]:
                 t = key_states if case["operand"] == "K" else value_states
                 head = t[:, case["head"]]
-                head.copy_(quantised(head, case["bits"], -1 if case["quantiser"] == "token" else -2))
+                if case["quantiser"] == "kivi-3-2":
+                    head.copy_(kivi(head, case["bits"], case["operand"], 3, 2))
+                else:
+                    head.copy_(quantised(head, case["bits"], -1 if case["quantiser"] == "token" else -2))
         return super().update(key_states, value_states, layer_idx, *a, **k)
 
 
@@ -97,16 +118,19 @@ def kl_of_a_quantised_cache(model: nn.Module, cases: pd.DataFrame) -> float:
 
 
 @torch.no_grad()
-def test_the_changes_are_those_of_a_quantised_cache(llama: nn.Module, of_llama: hs.Precision) -> None:
+def test_the_changes_are_those_of_a_quantised_cache(
+    llama: nn.Module, of_llama: hs.Precision, with_budgets: hs.Precision
+) -> None:
     assert len(of_llama.table) == 2 * 2 * 2 * 2 * 2
+    rows = pd.concat([of_llama.table, with_budgets.table.query("quantiser == 'kivi-3-2' and bits == 3")])
     kept: dict[int, Tensor] = {}
     for i, layer in enumerate(llama.model.layers):
         layer.self_attn.register_forward_hook(lambda m, a, out, i=i: kept.__setitem__(i, out[0].detach()))
     llama(IDS)
     own = dict(kept)
-    for index in range(len(of_llama.table)):
-        case = of_llama.table.iloc[index]
-        kl = kl_of_a_quantised_cache(llama, of_llama.table.iloc[[index]])  # which runs that cache last
+    for index in range(len(rows)):
+        case = rows.iloc[index]
+        kl = kl_of_a_quantised_cache(llama, rows.iloc[[index]])  # which runs that cache last
         layer = case["layer"]
         change = torch.linalg.vector_norm(kept[layer] - own[layer])
         assert case["change"] == pytest.approx(float(change), rel=2e-3, abs=1e-5)
@@ -194,8 +218,10 @@ def test_the_predicted_divergence_is_the_mean_of_small_errors(llama: nn.Module) 
         assert predicted == pytest.approx(real, rel=0.2)
 
 
-def test_no_real_change_goes_beyond_its_bound(of_llama: hs.Precision, encoder: hs.Precision) -> None:
-    for table in (of_llama.table, encoder.table):
+def test_no_real_change_goes_beyond_its_bound(
+    of_llama: hs.Precision, with_budgets: hs.Precision, encoder: hs.Precision
+) -> None:
+    for table in (of_llama.table, with_budgets.table, encoder.table):
         assert bool((table["change"] <= table["bound"]).all())
         assert bool((table["predicted"] <= table["bound"]).all())
         assert bool((table["bound"] < 500 * table["change"]).all())
@@ -278,17 +304,15 @@ def test_any_module_with_attention_is_taken() -> None:
 
 def test_the_budget_is_the_best_of_all_choices(of_llama: hs.Precision) -> None:
     few = of_llama.table[of_llama.table["layer"] == 0]
-    found = replace(of_llama, table=few)
+    found = replace(of_llama, table=few, logits=None)
     budget = found.budget(4.5, "token")
-    rows = few[few["quantiser"] == "token"].set_index(["layer", "head", "operand", "bits"])["predicted_kl"]
+    rows = few[few["quantiser"] == "token"].set_index(["layer", "head", "operand", "bits"])
+    means = (rows["kl"] * rows["predicted_kl"]) ** 0.5
     places = [tuple(row) for row in budget[["layer", "head", "operand"]].itertuples(index=False)]
-    best = min(
-        sum(rows[(*place, bits)] for place, bits in zip(places, choice, strict=True))
-        for choice in itertools.product((3, 6), repeat=len(places))
-        if sum(choice) <= 4.5 * len(places)
-    )
-    assert budget["bits"].mean() <= 4.5
-    assert budget["effect"].sum() == pytest.approx(best)
+    choices = [one for one in itertools.product((3, 6), repeat=len(places)) if sum(one) <= 4.5 * len(places)]
+    best = min(choices, key=lambda one: sum(means[(*at, b)] for at, b in zip(places, one, strict=True)))
+    assert tuple(budget["bits"]) == best
+    assert list(budget["effect"]) == [rows["kl"][(*at, b)] for at, b in zip(places, best, strict=True)]
     assert set(found.budget(6, "token")["bits"]) == {6}
     without = replace(found, table=few.assign(kl=float("nan")))
     lowest = few[(few["bits"] == 3) & (few["quantiser"] == "token")]
@@ -296,17 +320,73 @@ def test_the_budget_is_the_best_of_all_choices(of_llama: hs.Precision) -> None:
     assert without.budget(3, "token")["effect"].sum() == pytest.approx(truth)
 
 
+def test_the_average_is_that_of_all_quantised_numbers(with_budgets: hs.Precision) -> None:
+    for quantiser, key_tokens in (("token", 10), ("kivi-3-2", 6)):
+        budget = with_budgets.budget(3.2, quantiser)
+        entries = budget["operand"].map({"K": 6 * key_tokens, "V": 6 * (10 if quantiser == "token" else 8)})
+        assert list(budget["entries"]) == list(entries)
+        left = 3.2 * entries.sum() - (budget["bits"] * entries).sum()
+        assert 0 <= left < entries.min()  # not enough for another bit
+        row = with_budgets.mixed.set_index("quantiser").loc[quantiser]
+        assert row["bits"] == pytest.approx((budget["bits"] * entries).sum() / entries.sum(), rel=1e-15)
+    sizes = with_budgets.table["operand"].map({"K": 1, "V": 100})
+    budget = replace(with_budgets, table=with_budgets.table.assign(entries=sizes), logits=None).budget(3.2)
+    left = 3.2 * 4 * 101 - (budget["bits"] * budget["entries"]).sum()
+    assert 0 <= left < 100
+
+
+def test_a_budget_is_the_best_at_once_of_several(with_budgets: hs.Precision) -> None:
+    without = replace(with_budgets, logits=None)
+    gains = []
+    for average, quantiser in itertools.product((2.4, 3, 3.2, 3.6), ("token", "kivi-3-2")):
+        kl = with_budgets.simulate(with_budgets.budget(average, quantiser), quantiser)
+        gains.append(with_budgets.simulate(without.budget(average, quantiser), quantiser) - kl)
+        assert kl <= with_budgets.simulate(int(average), quantiser)
+    assert min(gains) >= 0
+    assert max(gains) > 0
+    useless = with_budgets.table.assign(kl=1.0, predicted_kl=1.0)
+    assert set(replace(with_budgets, table=useless).budget(3.2)["bits"]) == {3}
+
+
+def test_budgets_are_kept_and_better_at_once_than_equal_bits(
+    llama: nn.Module, with_budgets: hs.Precision, tmp_path: Path
+) -> None:
+    page = with_budgets.write(tmp_path)[0].read_text(encoding="utf-8")
+    table, told = pd.read_csv(tmp_path / "precision.csv"), with_budgets.described()
+    place = ["layer", "head", "operand", "bits", "quantiser"]
+    chosen = table[table["in_budget"]][place].sort_values(place)
+    assert chosen.values.tolist() == with_budgets.budgets[place].sort_values(place).values.tolist()
+    assert len(chosen) == 2 * 8
+    for row in with_budgets.mixed.to_dict("records"):
+        own = table[table["quantiser"] == row["quantiser"]]
+        assert row["kl"] == pytest.approx(kl_of_a_quantised_cache(llama, own[own["in_budget"]]), rel=2e-2)
+        truth = kl_of_a_quantised_cache(llama, own[own["bits"] == 3])
+        assert (row["average"], row["equal_bits"]) == (3.2, 3)
+        assert row["equal_kl"] == pytest.approx(truth, rel=2e-2)
+        assert row["kl"] < row["equal_kl"]
+        assert row in told["mixed"]
+        said = f"({row['quantiser']}), in fact {row['bits']:.4g}; at once: divergence {row['kl']:.3g}"
+        said = f"Bits for an average of 3.2 {said}, with 3 bits for all {row['equal_kl']:.3g}."
+        assert said in page
+        assert said in repr(with_budgets)
+    bits = " ".join(map(str, with_budgets.budgets["bits"][with_budgets.budgets["operand"] == "K"][:2]))
+    assert f">{bits}</td>" in page
+    assert len(told["budget"]) == 16
+
+
 def test_page_figure_and_table(of_llama: hs.Precision, tmp_path: Path) -> None:
     paths = of_llama.write(tmp_path)
     assert [path.name for path in paths] == [f"precision.{end}" for end in ("html", "png", "pdf", "csv")]
     page = paths[0].read_text(encoding="utf-8")
+    assert list(of_llama.ranking["kl"]) == sorted(of_llama.table["kl"], reverse=True)
     top = of_llama.ranking.iloc[0]
     assert f">{top['predicted_kl']:.4g}</td>" in page
     assert "32 of 32" not in page
     table = pd.read_csv(paths[3])
     assert list(table["change"]) == list(of_llama.table["change"])
     panels = of_llama.plot().axes
-    assert panels[0].images[0].get_array().shape == (2, 2)
+    few = of_llama.table.query("operand == 'K' and quantiser == 'token' and bits == 3")
+    assert panels[0].images[0].get_array().flatten().tolist() == pytest.approx(list(few["kl"]))
     assert len(panels[2].collections[0].get_offsets()) == len(of_llama.table) // 2
 
 
@@ -329,6 +409,14 @@ REFUSED: dict[str, tuple[Callable[[hs.Precision], object], str]] = {
     ),
     "few bits": (lambda found: found.budget(2), "average"),
     "budget of another quantiser": (lambda found: found.budget(4, "group-32"), "quantiser"),
+    "an average below all bits": (
+        lambda _: hs.precision("./not-loaded", IDS, bits=(4, 3), average=2.5),
+        "average: expected at least 3 bits",
+    ),
+    "a group that does not fit": (
+        lambda _: hs.precision(tiny("gpt2"), IDS, bits=3, quantisers=("token", "kivi-32-128")),
+        "^quantisers: expected a group and a window that fit 10 tokens",
+    ),
     "one number of bits": (
         lambda found: replace(found, table=found.table[found.table["bits"] == 3]).budget(4),
         "several numbers of bits",

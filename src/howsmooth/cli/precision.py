@@ -25,7 +25,7 @@ _EXAMPLES = (
     "into --out.",
     "Examples:",
     "[cyan]howsmooth precision builtin-decoder --span 0:32 --bits 8,4,3[/]  32 tokens of Alice in Wonderland",
-    "[cyan]howsmooth precision builtin-encoder --bits 4 --quantisers token,channel[/]  two quantisers",
+    "[cyan]howsmooth precision builtin-encoder --bits 4 --quantisers token,kivi-32[/]  two quantisers",
     "[cyan]howsmooth precision ./model --text letter.txt --bits 2,3,4,6,8 --average 4[/]  bits for each head",
     "[cyan]howsmooth precision builtin-encoder --layers 0 --no-logits --json[/]  one layer alone, as JSON",
 )
@@ -47,13 +47,16 @@ class PrecisionPlan(OneInputPlan):
     ] = (3, 4, 8)
     quantisers: Annotated[
         str,
-        PlainValidator(some_of("token", "channel", "group-32", "group-64")),
+        PlainValidator(
+            some_of("token", "channel", "group-32", "group-64", "kivi", also=r"kivi(-[1-9]\d*){1,2}")
+        ),
         Told("LIST"),
-        "Which entries share a step: all, or some of token, channel, group-32, group-64.",
+        "Which entries share a step: all, or some of token, channel, group-32, group-64, kivi; also kivi-G "
+        "in groups of G, and kivi-G-R beside a window of R exact tokens.",
     ] = "all"
     average: Annotated[
         Annotated[Real, Field(gt=0, allow_inf_nan=False)] | None,
-        "Also print how many bits to give to each head's keys and values, for this average number of "
+        "Also choose how many bits to give to each head's keys and values, for this average number of "
         "bits. The choice is among --bits, such as 2,3,4,5,6,8.",
     ] = None
     no_logits: Annotated[bool, HOW, "Do not run the whole model for the divergence of its predictions."] = (
@@ -84,7 +87,7 @@ class PrecisionPlan(OneInputPlan):
         """Predict and simulate the effects of quantised keys and values on the output of the model."""
         from howsmooth import profiling
 
-        names = ("bits", "span", "seed")
+        names = ("bits", "span", "seed", "average")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.quantisers != "all":
             settings["quantisers"] = self.quantisers.split(",")
@@ -96,22 +99,6 @@ class PrecisionPlan(OneInputPlan):
             on_layer=display.counter("layer"),
             **settings,
         )
-
-    def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
-        """Return the bits of each head's keys and values if the user asked for an ``average`` of bits."""
-        from howsmooth.study.records import plain_rows
-
-        if self.average is None:
-            return {}, []
-        quantiser = found.table["quantiser"].iloc[0]
-        budget = found.budget(self.average, quantiser)
-        kl = found.simulate(budget, quantiser) if found.has_kl else None
-        real = "" if kl is None else f", at once: divergence {kl:.3g}"
-        lines = [f"\nBits for an average of {self.average:g} ({quantiser}){real}"]
-        for (layer, operand), rows in budget.groupby(["layer", "operand"]):
-            given = " ".join(str(b) for b in rows.sort_values("head")["bits"])
-            lines.append(f"  layer {layer}, {operand}, kv heads from 0: {given}")
-        return {"budget": plain_rows(budget), "budget_kl": kl}, lines
 
 
 @command(*_EXAMPLES)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from numbers import Real
 from textwrap import indent
 from typing import Any, ClassVar
 
@@ -28,14 +29,16 @@ from howsmooth.models.recorded_softmaxes import RecordedModel, RecordedSoftmax
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling import model_input
 from howsmooth.profiling.entry_sensitivities import entry_sensitivities
-from howsmooth.profiling.model_input import InputResult, Inputs, Layers, Model, chosen_words
+from howsmooth.profiling.model_input import InputResult, Inputs, Layers, Model
 from howsmooth.profiling.quantisers import (
     QUANTISERS,
-    absmax_steps,
     checked_bits,
+    checked_quantisers,
     group_of,
+    quantised_tokens,
     rounded,
     simulated_kl,
+    steps_and_zeros,
 )
 from howsmooth.results.curves import SOLID, Curve, Panel
 from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled, titled
@@ -52,6 +55,7 @@ _CELL, _SCATTER = 0.3, 4.2  # inches
 # In nats. Predictions up to this were within a factor of 5 of the real divergences, which then saturate.
 _HOLDS = 0.1
 _PLACE = ["layer", "head", "operand"]
+_MIXED = ["quantiser", "average", "bits", "kl", "equal_bits", "equal_kl"]
 _CHANGES, _DIVERGENCES = ("predicted", "change", "bound"), ("predicted_kl", "kl")
 _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
 
@@ -66,7 +70,7 @@ class Precision(InputResult):
         "What quantised keys or values of one head, as the softmax takes them, do to the output,"
     )
     ALT: ClassVar[str] = (
-        "Predicted effects by layer and head, and beside real ones; the numbers are in precision.csv."
+        "Effects by layer and head, and predicted beside real ones; the numbers are in precision.csv."
     )
     LEFT_OUT: ClassVar[str] = "left out"
 
@@ -77,11 +81,18 @@ class Precision(InputResult):
     #: if that is smaller), ``change`` (what the quantiser really makes), ``bound`` (proved, for all errors of
     #: up to half a step) and ``output_norm`` (the norm of the output itself); of the model's predictions
     #: ``predicted_kl`` and ``kl``, mean Kullback–Leibler divergences in nats, NaN for a model without logits;
-    #: and ``name``, the path of the module.
+    #: ``entries``, how many numbers are quantised; ``name``, the path of the module; and with an ``average``
+    #: ``in_budget``, whether the budget of the quantiser gives the row's bits.
     table: pd.DataFrame
     #: The divergence ``kl`` of the model's predictions with all these keys and values quantised at the same
     #: time, for each ``quantiser`` and number of ``bits``; empty without logits.
     together: pd.DataFrame
+    #: The :meth:`budget` of each ``quantiser`` for an ``average``; empty without one.
+    budgets: pd.DataFrame
+    #: For each ``quantiser`` and its budget: the ``average`` that was asked for, the exact mean ``bits`` of a
+    #: quantised number, the divergence ``kl`` with all keys and values quantised at once, and ``equal_kl``
+    #: with the same ``equal_bits`` for all, the most in the table up to the average.
+    mixed: pd.DataFrame
     #: Seed of the draws from which the divergence is predicted.
     seed: int
     #: The model on its input, a ``RecordedModel``, for ``simulate``; None without logits.
@@ -94,10 +105,10 @@ class Precision(InputResult):
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The table in decreasing order of the predicted divergence or, without logits, the predicted change.
+        """The table in decreasing order of the divergence ``kl`` or, without logits, the predicted change.
 
-        The columns are those of ``table`` without ``output_norm`` and ``name``, and without the divergences
-        if there are none.
+        The columns are the place, ``bits``, ``quantiser``, the three changes and, if there are any, the
+        divergences.
         """
         columns = [*_PLACE, "bits", "quantiser", *_CHANGES, *(_DIVERGENCES if self.has_kl else ())]
         return self._sorted[columns]
@@ -108,7 +119,7 @@ class Precision(InputResult):
 
     @property
     def _key(self) -> str:
-        return "predicted_kl" if self.has_kl else "predicted"
+        return "kl" if self.has_kl else "predicted"
 
     @property
     def agreement(self) -> pd.DataFrame:
@@ -128,43 +139,43 @@ class Precision(InputResult):
         return pd.DataFrame(rows)
 
     def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
-        """Choose how many bits the keys and the values of each head get, at most ``average`` on average.
+        """Choose how many bits the keys and the values of each head get, at most ``average`` on average over
+        all quantised numbers. Steps and zero points are not counted.
 
         The numbers of bits are chosen among those in the table for the quantiser, so measure several, such as
         2, 3, 4, 5, 6 and 8. All heads start with the smallest number. Bits are then added where they lower
-        the predicted effect most for each bit: the predicted divergence or, without logits, the squared
-        predicted change of the attention's output relative to this output.
+        the effect most for each bit. With logits the effect is ``predicted_kl``, or its geometric mean with
+        ``kl``, in which the chance of one rounding counts less. Of these two results, and one number of bits
+        for all, the one is taken that has the smallest divergence with all keys and values quantised at once.
+        Without logits the effect is the squared predicted change of the attention's output relative to this
+        output.
 
-        The result has one row for each layer, head and operand, with ``bits`` and ``effect``, its predicted
-        effect. An ArgumentError says that the table has no such quantiser or only one number of bits, or that
-        even its fewest bits are more than ``average``.
+        The result has one row for each layer, head and operand, with ``bits``, ``entries`` (how many numbers
+        are quantised) and ``effect``, that of the row of the table, ``kl`` with logits. An ArgumentError says
+        that the table has no such quantiser or only one number of bits, or that even its fewest bits are more
+        than ``average``.
         """
         rows = self.table[self.table["quantiser"] == quantiser]
         if rows.empty:
             known = ", ".join(self.table["quantiser"].unique())
             raise ArgumentError("quantiser", expected=f"one of the table: {known}", got=repr(quantiser))
-        relative = (rows["predicted"] / rows["output_norm"]).pow(2)
-        rows = rows.assign(effect=rows["predicted_kl"] if self.has_kl else relative)
-        wide = rows.pivot_table(index=_PLACE, columns="bits", values="effect")
-        columns, effects = wide.columns.to_numpy(dtype=int), wide.to_numpy()
-        if len(columns) < 2:
-            expected = "several numbers of bits for a budget to choose from, such as 2,3,4,5,6,8"
-            raise ArgumentError("bits", expected=expected, got=str(columns[0]))
-        if not average >= columns[0]:
-            raise ArgumentError("average", expected=f"at least {columns[0]} bits", got=repr(average))
-        every, chosen = np.arange(len(effects)), np.zeros(len(effects), dtype=int)
-        left = (average - columns[0]) * len(effects)
-        while True:
-            costs = columns - columns[chosen][:, None]
-            saved = (effects[every, chosen][:, None] - effects) / np.where(costs > 0, costs, np.inf)
-            saved[costs > left + 1e-9] = 0.0
-            place, to = divmod(int(saved.argmax()), len(columns))
-            if not saved[place, to] > 0.0:
-                break
-            chosen[place], left = to, left - costs[place, to]
-        found = wide.reset_index()[_PLACE].assign(bits=columns[chosen], effect=effects[every, chosen])
-        found.columns.name = None
-        return found
+        mean = (rows["kl"] * rows["predicted_kl"]).pow(0.5)
+        rows = rows.assign(mean=mean, relative=(rows["predicted"] / rows["output_norm"]).pow(2))
+        told, *effects = ["kl", "mean", "predicted_kl"] if self.has_kl else ["relative", "relative"]
+        wide = rows.pivot(index=_PLACE, columns="bits", values=list({told, *effects, "entries"}))
+        entries, bits = wide["entries"].to_numpy(dtype=int)[:, 0], wide["entries"].columns.to_numpy(dtype=int)
+        average = _checked_average(average, bits.tolist())
+        chosen = [_spent(wide[effect].to_numpy(), bits, entries, average) for effect in effects]
+        chosen.append(np.full(len(entries), np.flatnonzero(bits <= average)[-1]))
+
+        def at_once(choice: np.ndarray) -> float:
+            given = dict(zip(wide.index, bits[choice].tolist(), strict=True))
+            return simulated_kl(self.logits, given, quantiser)
+
+        best = chosen[0] if self.logits is None else min(chosen, key=at_once)
+        effect = wide[told].to_numpy()[np.arange(len(best)), best]
+        places = wide.index.to_frame(index=False)
+        return places.assign(bits=bits[best], entries=entries, effect=effect)
 
     def simulate(self, bits: int | pd.DataFrame, quantiser: str = "token") -> float:
         """Run the model with the keys and values of many heads quantised at once, and return the mean
@@ -186,7 +197,7 @@ class Precision(InputResult):
         if self.logits is None:
             expected = "the logits of the model, which simulate compares"
             raise ArgumentError("logits", expected=expected, got="none")
-        chosen_words("quantisers", quantiser, QUANTISERS)
+        checked_quantisers(quantiser)
         places = self.table[_PLACE].drop_duplicates()
         if not isinstance(bits, pd.DataFrame):
             bits = places.assign(bits=bits)
@@ -228,6 +239,16 @@ class Precision(InputResult):
     def remarks(self) -> list[str]:
         """Sentences on quantising all keys and values, unreliable predictions, and rank correlations."""
         found = [f"A{words[1:]}." for words in self._together_in_words()]
+        for row in plain_rows(self.mixed):
+            asked, equal = (
+                f"{row['average']:g} ({row['quantiser']})",
+                f"with {row['equal_bits']} bits for all",
+            )
+            said = f"Bits for an average of {asked}, in fact {row['bits']:.4g}"
+            real = (
+                f"; at once: divergence {row['kl']:.3g}, {equal} {row['equal_kl']:.3g}" if self.has_kl else ""
+            )
+            found.append(f"{said}{real}.")
         if bool((self.table["predicted_kl"] > _HOLDS).any()):
             found.append(
                 f"* Above {_HOLDS} nats predictions are unreliable, up to a hundredfold too large: see kl."
@@ -253,23 +274,30 @@ class Precision(InputResult):
             + ("; divergence of the predictions in nats: predicted_kl, kl (real)." if self.has_kl else "."),
             indent(rows.to_string(index=False), "  "),
             *self.remarks,
+            *([indent(self._bits_of_heads.to_string(index=False), "  ")] if len(self.budgets) else []),
         ]
+
+    @property
+    def _bits_of_heads(self) -> pd.DataFrame:
+        groups = self.budgets.groupby(["quantiser", "layer", "operand"], sort=False)["bits"]
+        words = groups.agg(lambda bits: " ".join(map(str, bits)))
+        return words.reset_index(name="bits of kv heads from 0")
 
     @styled
     def plot(self) -> Figure:
-        """Draw heatmaps of the predicted effect of quantising each head's keys and values to the fewest bits,
-        and a scatter plot of real against predicted effects. An effect is a divergence or a change of the
-        output.
+        """Draw heatmaps of the effect of quantising each head's keys and values to the fewest bits, and a
+        scatter plot of real against predicted effects. An effect is a divergence or a change of the output;
+        the heatmaps show the real divergence or, without logits, the predicted change.
         """
         predicted, real = ("predicted_kl", "kl") if self.has_kl else ("predicted", "change")
         what = "divergence (nats)" if self.has_kl else "change of the output"
         bits, quantiser = int(self.table["bits"].min()), self.table["quantiser"].iloc[0]
         shown = self.table[(self.table["bits"] == bits) & (self.table["quantiser"] == quantiser)]
-        cells = shown.pivot_table(index="layer", columns=["operand", "head"], values=predicted)
+        cells = shown.pivot_table(index="layer", columns=["operand", "head"], values=self._key)
         width = max(1.6, _CELL * cells.shape[1] / 2)
         figure = new_figure(_SCATTER + 2.4 + 2 * width, max(3.0, 1.6 + _CELL * len(cells)))
         keys, values, scatter = figure.subplots(1, 3, width_ratios=[width, width, _SCATTER])
-        norm = logarithmic(shown[predicted].to_numpy())
+        norm = logarithmic(shown[self._key].to_numpy())
         layers, place = [str(layer) for layer in cells.index], "key/value head"
         for axis, operand, name, rows in ((keys, "K", "keys", layers), (values, "V", "values", [])):
             some = cells[operand]
@@ -288,7 +316,8 @@ class Precision(InputResult):
         Panel(curves, "each row of the table", *labels, scales=("log", "log")).draw(scatter)
         if len(there):
             scatter.legend()
-        title = f"{self.model}, one input of {self.length}; colours: {labels[0]}, {bits} bits, {quantiser}"
+        shown_is = f"{labels[self.has_kl]}, {bits} bits, {quantiser}"
+        title = f"{self.model}, one input of {self.length}; colours: {shown_is}"
         figure.suptitle(titled(title, figure.get_figwidth()), fontsize=10)
         return figure
 
@@ -304,16 +333,23 @@ class Precision(InputResult):
         few = f"{len(rows)} of {len(self.table)} rows are shown here; precision.csv has all."
         return [
             *(html.words(sentence) for sentence in self.remarks[:-1]),
+            *([html.heading("The budgets"), frame(self._bits_of_heads)] if len(self.budgets) else []),
             html.heading("Rank correlation of predicted and real effects"),
             frame(agreement.rename(columns={"spearman": "Spearman"})),
-            html.heading(f"The largest predicted effects, by {self._key}"),
+            html.heading(f"The largest effects, by {self._key}"),
             frame(rows),
             html.words(said, "soft"),
             *([html.words(few, "note")] if len(rows) < len(self.table) else []),
         ]
 
     def _told(self) -> dict[str, Any]:
-        tables = {"together": self.together, "agreement": self.agreement, "ranking": self._sorted}
+        tables = {
+            "together": self.together,
+            "agreement": self.agreement,
+            "ranking": self._sorted.drop(columns="in_budget", errors="ignore"),
+        }
+        if len(self.budgets):
+            tables |= {"budget": self.budgets, "mixed": self.mixed}
         rows = {name: plain_rows(table) for name, table in tables.items()}
         return {"seed": self.seed, "refused": self.refused} | rows
 
@@ -335,6 +371,7 @@ def precision(
     span: slice | tuple[int, int] | str | None = None,
     layers: Layers = None,
     logits: bool = True,
+    average: float | None = None,
     tokenizer: Any = None,
     seed: int = 0,
     on_layer: Callable[[int, int], None] | None = None,
@@ -344,7 +381,7 @@ def precision(
 
     Keys and values are those that the softmax takes: after norm layers and rotary positions, as most KV
     caches hold them, and expanded from the latent of latent attention. They are quantised by absmax
-    (symmetric, 2^bits − 1 levels).
+    (symmetric, 2^bits − 1 levels) or, as by KIVI (arXiv:2402.02750), with zero points and 2^bits levels.
 
     If the model has logits, the Kullback–Leibler divergence of its predictions is also predicted and
     simulated: the whole model runs once for each row of the table, and once for each quantiser and number of
@@ -360,9 +397,15 @@ def precision(
     bits
         Numbers of bits, each from 2 to 16.
     quantisers
-        Which entries share a step: "token", "channel", "group-32" or "group-64"; all by default.
+        Which entries share a step: "token" and "channel" by absmax, "group-32" and "group-64" that many
+        channels of a token, and "kivi" with zero points, keys by channel and values by token; all by default.
+        Also "kivi-G" in groups of G tokens or channels, and "kivi-G-R", where for all queries the last R
+        tokens of the input stay exact, and keys of the last group if it is not full.
     logits
         Whether to run the whole model for the divergence of its predictions.
+    average
+        Also choose the bits of each head for this average number, by :meth:`Precision.budget`, for each
+        quantiser.
     seed
         Seed of the draws from which the divergence is predicted.
 
@@ -372,7 +415,9 @@ def precision(
         As for :func:`howsmooth.profile`.
 
     """
-    wanted = checked_bits(bits), chosen_words("quantisers", quantisers, QUANTISERS)
+    wanted = checked_bits(bits), checked_quantisers(quantisers)
+    if average is not None:
+        average = _checked_average(average, wanted[0])
     loaded = with_head(partial(model_input.loaded_if_named, model))
     given = model_input.given_inputs(loaded, inputs, span, tokenizer)
     chosen = checked_selection("layers", layers)
@@ -390,6 +435,8 @@ def precision(
             try:
                 rows += list(_rows(at, whole, fisher.get(index), *wanted))
             except HowsmoothError as error:
+                if isinstance(error, ArgumentError) and error.argument == "quantisers":
+                    raise
                 left_out.setdefault(str(error).rstrip("."), []).append(str(at.layer))
                 continue
             if at.projection is None:
@@ -406,15 +453,60 @@ def precision(
     places = [(row["layer"], row["head"], row["operand"]) for row in rows]
     cases = list(dict.fromkeys((row["quantiser"], count) for row in rows for count in wanted[0]))
     together = [(q, c, simulated_kl(whole, dict.fromkeys(places, c), q)) for q, c in cases if whole]
-    return Precision(
+    found = Precision(
         **given.origin(),
         table=PrintedTable(rows),
         together=pd.DataFrame(together, columns=["quantiser", "bits", "kl"]),
+        budgets=pd.DataFrame(),
+        mixed=pd.DataFrame(),
         n=max(recorded.layers[layer].softmax.value.shape[-2] for layer, _, _ in places),
         seed=seed,
         refused=tuple(refused),
         logits=whole,
     )
+    return found if average is None else _with_budgets(found, average)
+
+
+def _with_budgets(found: Precision, average: float) -> Precision:
+    budgets, mixed = [], []
+    for name, rows in found.table.groupby("quantiser", sort=False):
+        quantiser, equal = str(name), int(rows["bits"][rows["bits"] <= average].max())
+        budget = found.budget(average, quantiser)
+        alike = budget.assign(bits=equal)
+        kls = [found.simulate(one, quantiser) if found.has_kl else math.nan for one in (budget, alike)]
+        mean = float(np.average(budget["bits"], weights=budget["entries"]))
+        budgets.append(budget.assign(quantiser=quantiser))
+        mixed.append((quantiser, average, mean, kls[0], equal, kls[1]))
+    every, keys = pd.concat(budgets, ignore_index=True), [*_PLACE, "bits", "quantiser"]
+    given = set(every[keys].itertuples(index=False, name=None))
+    chosen = [row in given for row in found.table[keys].itertuples(index=False, name=None)]
+    table = found.table.assign(in_budget=chosen)
+    return replace(found, table=table, budgets=every, mixed=pd.DataFrame(mixed, columns=_MIXED))
+
+
+def _checked_average(average: object, bits: Sequence[int]) -> float:
+    if len(bits) < 2:
+        expected = "several numbers of bits for a budget to choose from, such as 2,3,4,5,6,8"
+        raise ArgumentError("bits", expected=expected, got=str(bits[0]))
+    if not isinstance(average, Real) or not min(bits) <= float(average) < math.inf:
+        raise ArgumentError("average", expected=f"at least {min(bits)} bits", got=repr(average))
+    return float(average)
+
+
+def _spent(
+    effects: Float64[np.ndarray, "places counts"], bits: np.ndarray, entries: np.ndarray, average: float
+) -> np.ndarray:
+    """Return which of ``bits`` each place gets, for ``average`` over the entries of all places."""
+    every, chosen = np.arange(len(effects)), np.zeros(len(effects), dtype=int)
+    left = (average - bits[0]) * entries.sum()
+    while True:
+        costs = (bits - bits[chosen][:, None]) * entries[:, None]
+        saved = (effects[every, chosen][:, None] - effects) / np.where(costs > 0, costs, np.inf)
+        saved[costs > left + 1e-9] = 0.0
+        place, to = divmod(int(saved.argmax()), len(bits))
+        if not saved[place, to] > 0.0:
+            return chosen
+        chosen[place], left = to, left - costs[place, to]
 
 
 def with_head(load: Callable[..., LoadedModel]) -> LoadedModel:
@@ -442,17 +534,18 @@ def _rows(
         for quantiser, count in product(quantisers, bits):
             if quantiser not in different.values():
                 continue
-            steps = absmax_steps(t, count, quantiser)
-            variance = _VARIANCE * steps.square()
+            step, zero = steps_and_zeros(t, count, quantiser, "KV"[i])
+            variance = _VARIANCE * step.square()
             predicted = (sensitivity.square() * variance).flatten(1).sum(dim=1).sqrt()
-            moved = _heads(f, q, *(rounded(t, steps) if j == i else operands[j] for j in range(2))) - heads
+            near = rounded(t, step, zero)
+            moved = _heads(f, q, *(near if j == i else operands[j] for j in range(2))) - heads
             if f.output is not None:
                 output = f.output.unflatten(1, (*moved.shape[:2], moved.shape[-1]))
                 moved = torch.einsum("bgnv,obgv->bno", moved, output)
             change = torch.linalg.vector_norm(moved.flatten(1), dim=1)
             for head in range(f.kv_heads):
-                limits = torch.zeros_like(steps)
-                limits[head] = steps[head] / 2
+                limits = torch.zeros_like(step)
+                limits[head] = step[head] / 2
                 bound = kv_error_upper_bound(f, x, **{("keys", "values")[i]: limits}).value
                 predicted_kl = kl = math.nan
                 if whole is not None and whole.logits is not None and fisher is not None:
@@ -469,6 +562,7 @@ def _rows(
                     "output_norm": size,
                     "predicted_kl": predicted_kl,
                     "kl": kl,
+                    "entries": quantised_tokens(t.shape[-2], quantiser, "KV"[i]) * t.shape[-1],
                     "name": at.layer.name,
                 }
 

@@ -210,10 +210,11 @@ def token_counts(least: int = 1) -> Callable[[Any, Any], tuple[int, ...]]:
     return read
 
 
-def some_of(*choices: str, elsewhere: Mapping[str, str] = {}) -> Callable[[Any, Any], str]:
+def some_of(*choices: str, also: str = "", elsewhere: Mapping[str, str] = {}) -> Callable[[Any, Any], str]:
     """Return a parser for some of the words ``choices``, or "all". It takes a list or a string with commas,
     and returns a string with commas.
 
+    Words that match the regular expression ``also`` are taken too.
     ``elsewhere`` has words that belong to another command, each with the remedy to show in the error.
     """
 
@@ -222,7 +223,8 @@ def some_of(*choices: str, elsewhere: Mapping[str, str] = {}) -> Callable[[Any, 
             return ""
         given = value if isinstance(value, list | tuple) else word(value, info).split(",")
         found = once(tuple(word(each, info).strip() for each in given), info)
-        unknown = next((each for each in found if each not in choices and found != ("all",)), None)
+        known = [*choices, *(each for each in found if re.fullmatch(also, each))]
+        unknown = next((each for each in found if each not in known and found != ("all",)), None)
         if unknown is not None:
             expected = f"all, or some of {', '.join(choices)}"
             remedy = elsewhere.get(unknown, "")
