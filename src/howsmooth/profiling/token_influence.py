@@ -26,7 +26,10 @@ from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
 from howsmooth.lipschitz.maximum_token_norm import TokenWise, token_wise_lipschitz
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.lipschitz_estimate import Method
+from howsmooth.models.capture import model_parts, module_of
 from howsmooth.models.identification.model_part_map import ModelMap
+from howsmooth.printed_table import PrintedTable
+from howsmooth.profiling.leaked_tokens import Leaks, forbidden
 from howsmooth.profiling.model_input import InputResult, shown_progress
 from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled
 from howsmooth.results.heatmaps import Cells
@@ -101,6 +104,22 @@ class Influence(Result):
             if self.words:
                 table[f"{side}_token"] = [self.words[i] for i in table[side]]
         return table.reset_index(drop=True)
+
+    def leaks(self, documents: Tensor | Sequence[int | None] | None = None, *, causal: bool = True) -> Leaks:
+        """Say whether other documents of a packed sequence, padding or the future reach a token: exactly not,
+        or where and how much.
+
+        ``documents`` are the n numbers of the tokens' documents, with None or −1 for padding, whose own
+        outputs do not count; None for a single document. With ``causal``, a token may not influence an
+        earlier one. An ArgumentError says that ``documents`` do not fit, that the map has no output for each
+        token, or that every influence is allowed.
+        """
+        if not self.token_outputs:
+            raise ArgumentError("f", expected="an output for each token", got=self.output or self.scope)
+        kinds = forbidden(documents, self.outputs, self.value.shape[1], causal=causal)
+        table = self.table.assign(**{"from": kinds.flatten()})
+        leaked = table[(table["from"] != "") & (table["upper"] > 0)].sort_values("value", ascending=False)
+        return Leaks(PrintedTable(leaked.reset_index(drop=True)), int(np.count_nonzero(kinds)), self.scope)
 
     def __repr__(self) -> str:
         rows, n = self.value.shape
@@ -234,7 +253,7 @@ def as_last_step(
 @with_fastest_threads
 def influence(
     f: Any,
-    x: Tensor | None = None,
+    x: Tensor | Mapping[str, Any] | None = None,
     *,
     outputs: int | slice | Iterable[int] | None = None,
     rtol: float = INFLUENCE_RTOL,
@@ -255,10 +274,12 @@ def influence(
     Parameters
     ----------
     f
-        A captured site of one sequence; a map of this library; or any differentiable PyTorch map of tokens
-        (n, d) to tokens (n_out, d_out), or to one vector (d_out,), such as the logits at the last token.
+        A captured site of one sequence; a map of this library; any differentiable PyTorch map of tokens
+        (n, d) to tokens (n_out, d_out), or to one vector (d_out,), such as the logits at the last token; or
+        a model, which is taken from its embeddings to its last hidden state.
     x
-        Tokens (n, d) or (1, n, d), float32 or float64; None for the tokens of a site.
+        Tokens (n, d) or (1, n, d), float32 or float64; None for the tokens of a site; for a model one
+        sequence of token ids (1, n), or a dict of inputs, whose padding stays.
     outputs
         Which output tokens i are measured, counted from 0 or, if negative, from the end; all by default.
     rtol
@@ -338,6 +359,10 @@ def influence_at(
 def _map_and_tokens(f: Any, x: Tensor | None) -> tuple[Any, Any]:
     if not isinstance(f, TokenMap) and isinstance(f, SiteLike):
         return f.map, f.x if x is None else x
+    if isinstance(x, Mapping) or (isinstance(x, Tensor) and not x.is_floating_point()):
+        with model_parts(module_of(f), x, padded=True) as parts:
+            site = parts.whole("hidden")
+        return site.map, site.x
     if x is None:
         raise ArgumentError("x", expected="tokens (n, d), for a map that is no captured site", got="None")
     return f, x
