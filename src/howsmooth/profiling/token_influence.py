@@ -308,9 +308,9 @@ def influence(
     Documentation page "Influence: the blocks of the Jacobian".
 
     """
-    f, x = _map_and_tokens(f, x)
-    check_arguments(f, x, rtol, confidence, max_iterations)
-    x = _one_sequence(x).detach()
+    f, given = _map_and_tokens(f, x)
+    check_arguments(f, given, rtol, confidence, max_iterations)
+    x = _one_sequence(given).detach()
     if isinstance(f, TokenMap):
         check_tokens(x, f)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
@@ -356,7 +356,7 @@ def influence_at(
     return replace(found, words=known, place=place, output=output)
 
 
-def _map_and_tokens(f: Any, x: Tensor | None) -> tuple[Any, Any]:
+def _map_and_tokens(f: Any, x: Tensor | Mapping[str, Any] | None) -> tuple[Any, Any]:
     if not isinstance(f, TokenMap) and isinstance(f, SiteLike):
         return f.map, f.x if x is None else x
     if isinstance(x, Mapping) or (isinstance(x, Tensor) and not x.is_floating_point()):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pandas as pd
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from howsmooth.accuracy_limits import check_accuracy
@@ -15,6 +16,7 @@ from howsmooth.errors import check_whole
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.nn.checks import check
 from howsmooth.nn.monitoring.gathered_model import gathered, without_wrappers
+from howsmooth.nn.monitoring.gradient_ratios import watch_gradients
 from howsmooth.nn.monitoring.measurement import ProbeInputs, Probes, Reading
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.printed_table import PrintedTable
@@ -73,7 +75,12 @@ class LipschitzMonitor:
         Seed of the random starts, which differ between steps and between layers.
     strict
         Whether to raise errors of a measurement. By default a layer that fails gets a row with the reason in
-        ``failure``, with a warning at its first failure, and training goes on.
+        ``failure``, with a warning at its first failure, and training goes on. One warning names the weights
+        that are not finite.
+    gradients
+        Whether to keep lower limits of the constants from every backward pass after the first measurement:
+        ``gradient_lower`` of the records, and :meth:`gradient_lower` at any time. Rounding of the pass is not
+        allowed for. Sums of gradients may change in their last bits.
 
     """
 
@@ -91,6 +98,7 @@ class LipschitzMonitor:
         max_iterations: int = 200,
         seed: int = 0,
         strict: bool = False,
+        gradients: bool = False,
     ) -> None:
         if isinstance(model, LoadedModel):
             model = model.model
@@ -126,6 +134,8 @@ class LipschitzMonitor:
         self._measurement = Reading(self.model, self.probes, self.layers, scope, *accuracy, bool(strict))
         self._steps = 0
         self._failed: set[int | None] = set()
+        self._broken: list[str] = []
+        self._gradients, self._ratios = gradients, dict[str, Tensor]()
         if self.layers is not None:
             with gathered(self.trained, self.model) as runs_here:
                 if runs_here:
@@ -153,17 +163,36 @@ class LipschitzMonitor:
             if not runs_here:
                 return []
             rows = self._measurement.at(at)
+            failed = [one for one in rows if one.failure and one.layer not in self._failed]
+            if failed and not self._broken:
+                weights = self.model.named_parameters()
+                self._broken = [name for name, p in weights if not bool(p.isfinite().all())]
+                failed = failed[:1] if self._broken else failed
+            elif self._broken:
+                failed = []
+        lower = self.gradient_lower()
+        self._ratios.clear()
+        rows = [replace(one, gradient_lower=lower.get(one.name)) for one in rows]
+        if self._gradients and (names := {one.name for one in rows if one.layer is not None}):
+            watch_gradients(self.model, names, self._ratios)
+            self._gradients = False
         for record in rows:
             self.records.append(record)
             if self.callback is not None:
                 self.callback(record)
-            if record.failure and record.layer not in self._failed:
-                self._failed.add(record.layer)
-                where = "the model" if record.layer is None else f"layer {record.layer} ({record.name})"
-                warnings.warn(
-                    f"The monitor could not measure {where} at step {at}: {record.failure}", stacklevel=3
-                )
+        for record in failed:
+            where = "the model" if record.layer is None else f"layer {record.layer} ({record.name})"
+            words = f"The monitor could not measure {where} at step {at}: {record.failure}"
+            if self._broken:
+                more = f" and {len(self._broken) - 3} more" if len(self._broken) > 3 else ""
+                words += f" NaN or infinity is in the weights {', '.join(self._broken[:3])}{more}."
+            warnings.warn(words, stacklevel=3)
+        self._failed.update(one.layer for one in rows if one.failure)
         return rows
+
+    def gradient_lower(self) -> dict[str, float]:
+        """Return the field of this name of the next records as it is now, by the names of the layers."""
+        return {name: float(ratio) for name, ratio in self._ratios.items()}
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Call :meth:`step` after each step of an optimizer, until ``remove()`` of the result is called."""

@@ -51,6 +51,9 @@ class MonitorRecord:
     bound: float | None = None
     bound_length: int | None = None
     bound_radius: float | None = None
+    #: With ``gradients``: the largest ‖Jᵀg‖ / ‖g‖ ≤ ‖J‖ since the last measurement, J the derivative of the
+    #: attention module at a training batch, as it ran there, and g the gradient of its output.
+    gradient_lower: float | None = None
     #: Largest ‖A_h‖₂ over the heads, where A_h is the matrix of the scores ⟨A_h x_i + b_h, x_j⟩.
     score_norm: float | None = None
     #: Why ``score_norm`` is missing.
@@ -86,8 +89,8 @@ class MonitorRecord:
         """
         place = self.name or "model"
         names = (
-            "lipschitz", "lower", "upper", "lipschitz_mean", "bound", "score_norm", "logit_max",
-            "entropy", "entropy_normalised", "radius_mean", "radius_max",
+            "lipschitz", "lower", "upper", "lipschitz_mean", "bound", "gradient_lower", "score_norm",
+            "logit_max", "entropy", "entropy_normalised", "radius_mean", "radius_max",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names} | {"failed": 1.0 if self.failure else None}
         return {f"{name}/{place}": float(value) for name, value in values.items() if value is not None}
