@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from howsmooth.accuracy_limits import check_accuracy
-from howsmooth.errors import check_whole
+from howsmooth.errors import check_number, check_whole
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.nn.checks import check
+from howsmooth.nn.monitoring.clipped_logits import scale_heads
 from howsmooth.nn.monitoring.gathered_model import gathered, without_wrappers
 from howsmooth.nn.monitoring.gradient_ratios import watch_gradients
 from howsmooth.nn.monitoring.measurement import ProbeInputs, Probes, Reading
@@ -81,6 +82,10 @@ class LipschitzMonitor:
         Whether to keep lower limits of the constants from every backward pass after the first measurement:
         ``gradient_lower`` of the records, and :meth:`gradient_lower` at any time. Rounding of the pass is not
         allowed for. Sums of gradients may change in their last bits.
+    clip_logits
+        A limit τ > 0 of the logits, such as 100; by default nothing is clipped. After a measurement, the
+        query and key weights of each head with a larger logit S are scaled by √(τ / S) each, layer by layer,
+        so that no logit at the probes is larger, up to rounding.
 
     """
 
@@ -99,6 +104,7 @@ class LipschitzMonitor:
         seed: int = 0,
         strict: bool = False,
         gradients: bool = False,
+        clip_logits: float | None = None,
     ) -> None:
         if isinstance(model, LoadedModel):
             model = model.model
@@ -115,6 +121,10 @@ class LipschitzMonitor:
         check(scope in _SCOPES, "scope", f"one of {', '.join(_SCOPES)}", repr(scope), single)
         known = callback is None or callable(callback)
         check(known, "callback", "a function of a record", type(callback).__name__)
+        if clip_logits is not None:
+            check_number("clip_logits", clip_logits)
+            alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+            check(alone, "clip_logits", "None where several processes train a model", repr(clip_logits))
         if layers is not None:
             several = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
             indices = several and all(type(index) is int for index in layers)
@@ -135,6 +145,7 @@ class LipschitzMonitor:
         self._steps = 0
         self._failed: set[int | None] = set()
         self._broken: list[str] = []
+        self.clip_logits = clip_logits
         self._gradients, self._ratios = gradients, dict[str, Tensor]()
         if self.layers is not None:
             with gathered(self.trained, self.model) as runs_here:
@@ -176,6 +187,8 @@ class LipschitzMonitor:
         if self._gradients and (names := {one.name for one in rows if one.layer is not None}):
             watch_gradients(self.model, names, self._ratios)
             self._gradients = False
+        if self.clip_logits is not None:
+            rows = self._clipped(rows, self.clip_logits)
         for record in rows:
             self.records.append(record)
             if self.callback is not None:
@@ -189,6 +202,22 @@ class LipschitzMonitor:
             warnings.warn(words, stacklevel=3)
         self._failed.update(one.layer for one in rows if one.failure)
         return rows
+
+    def _clipped(self, rows: list[MonitorRecord], limit: float) -> list[MonitorRecord]:
+        found, moved = [], False  # a layer before it that is clipped changes the logits of a layer
+        for one in rows:
+            clipped = 0 if one.logit_max is not None else None
+            if one.layer is not None and one.logit_max is not None and (moved or one.logit_max > limit):
+                try:
+                    clipped = scale_heads(self.model, self.probes, one.name, one.layer, limit)
+                except Exception as error:  # as a measurement, this must not end the training
+                    if self._measurement.strict:
+                        raise
+                    clipped = None
+                    warnings.warn(f"The logits of {one.name} are not clipped: {error}", stacklevel=4)
+            moved = moved or bool(clipped)
+            found.append(replace(one, clipped=clipped))
+        return found
 
     def gradient_lower(self) -> dict[str, float]:
         """Return the field of this name of the next records as it is now, by the names of the layers."""

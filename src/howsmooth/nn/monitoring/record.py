@@ -61,6 +61,8 @@ class MonitorRecord:
     #: The largest logit over the heads, rows, visible keys and sequences: the largest number that enters a
     #: softmax, after the norms and rotary positions of queries and keys.
     logit_max: float | None = None
+    #: With ``clip_logits``: how many heads were scaled after this measurement; None if they cannot be.
+    clipped: int | None = None
     #: Why ``logit_max`` is missing.
     logit_missing: str = ""
     #: Entropy of the attention probabilities in nats, averaged over heads, rows and sequences.
@@ -90,7 +92,7 @@ class MonitorRecord:
         place = self.name or "model"
         names = (
             "lipschitz", "lower", "upper", "lipschitz_mean", "bound", "gradient_lower", "score_norm",
-            "logit_max", "entropy", "entropy_normalised", "radius_mean", "radius_max",
+            "logit_max", "clipped", "entropy", "entropy_normalised", "radius_mean", "radius_max",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names} | {"failed": 1.0 if self.failure else None}
         return {f"{name}/{place}": float(value) for name, value in values.items() if value is not None}
