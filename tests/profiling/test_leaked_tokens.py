@@ -47,7 +47,7 @@ def test_a_right_mask_has_no_leak_and_a_wrong_one_is_named() -> None:
         assert row["lower"] <= float(truth[row["output"], row["input"]]) <= row["upper"]
         assert row["from"] == "document"
     assert wrong.table["value"].is_monotonic_decreasing
-    with pytest.raises(AssertionError, match="6 leaks among 21 influences"):
+    with pytest.raises(AssertionError, match="6 leaks of 21 influences"):
         wrong.raise_if_any()
 
 
@@ -89,10 +89,10 @@ def test_documents_that_do_not_fit_are_refused() -> None:
     f, x = random_attention(0), tokens(0, 4, 6)
     found = hs.influence(f, x)
     for wrong, said in (
-        ([0, 1], "got 2"),
-        ([0.5] * 4, "got 0.5"),
-        ([True] * 4, "got True"),
-        ([0] * 4, "no i"),
+        ([0, 1], "shape .2,"),
+        ([0.5] * 4, "float"),
+        ([True] * 4, "bool"),
+        ([0] * 4, "neither"),
     ):
         with pytest.raises(ArgumentError, match=said):
             found.leaks(wrong, causal=False)  # type: ignore[arg-type]

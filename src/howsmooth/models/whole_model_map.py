@@ -68,8 +68,7 @@ class ModelParts:
 
     ``given`` is the model, in measurement mode, with its inputs. In an encoder-decoder, ``side`` says which
     embeddings vary: ``"memory"``, the encoder's, or ``"queries"``, the decoder's; CaptureError is raised
-    without it, and ArgumentError if the model has no such side or a sequence is padded, unless there is only
-    one and ``padded`` says that its padding stays.
+    without it, and ArgumentError if there is no such side or padding, but of one sequence if ``padded``.
     """
 
     def __init__(self, given: ModelCall, side: str | None = None, *, padded: bool = False) -> None:

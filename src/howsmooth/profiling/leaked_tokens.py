@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,43 +15,33 @@ from howsmooth.words import counted
 
 __all__ = ["Leaks", "forbidden"]
 
-_PRINTED = 10
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Leaks:
-    """The influences that should be zero and are not; true if there is one.
+    """The influences that must be zero and are not; true if there is one.
 
-    An influence is zero only if every number of its block ∂y_i/∂x_j is 0.0, as under a mask, without
-    a tolerance. Where ``lower`` of a leak is zero, rounding may be all of it. The block is the derivative at
-    these tokens, as it was computed: a weight that underflows to zero lets nothing through, nor does a choice
-    without a derivative, such as that of experts.
+    An influence is zero only if every number of its block ∂y_i/∂x_j is 0.0, as under a mask. The block is
+    the derivative at these tokens, as it was computed: a weight that underflows lets nothing through, nor
+    does a choice without a derivative, such as that of experts. If ``lower`` is zero, it may be rounding.
     """
 
-    #: A row for each leak, the largest first: the columns of :attr:`Influence.table
-    #: <howsmooth.Influence.table>` and ``from``, which is ``document`` (another one), ``padding`` or
-    #: ``future``.
+    #: A row for each leak, the largest first, as in :attr:`Influence.table <howsmooth.Influence.table>`;
+    #: ``from`` is ``document`` (another one), ``padding`` or ``future``.
     table: pd.DataFrame
-    #: Number of influences that should be zero.
+    #: Number of influences that must be zero.
     checked: int
-    #: A description of the measured map.
+    #: The measured map in words.
     scope: str
 
     def __bool__(self) -> bool:
         return len(self.table) > 0
 
     def __repr__(self) -> str:
+        few, count = self.table.head(10), counted(self.checked, "influence")
         if not self:
-            return (
-                f"No leak: of {counted(self.checked, 'influence')} that should be zero, each is exactly zero "
-                f"at these tokens; {self.scope}"
-            )
-        kinds = ", ".join(f"{count} from {kind}" for kind, count in self.table["from"].value_counts().items())
-        most = "" if len(self.table) <= _PRINTED else f"; the largest {_PRINTED}"
-        return (
-            f"{counted(len(self.table), 'leak')} among {counted(self.checked, 'influence')} that should be "
-            f"zero: {kinds}; {self.scope}{most}:\n{self.table.head(_PRINTED)!r}"
-        )
+            return f"No leak: {count} must be zero, and each is exactly, at these tokens; {self.scope}"
+        kinds = ", ".join(f"{times} from {one}" for one, times in self.table["from"].value_counts().items())
+        return f"{len(self.table)} leaks of {count} that must be zero ({kinds}); {self.scope}\n{few!r}"
 
     def raise_if_any(self) -> None:
         """Raise AssertionError with the leaks, for tests of training code."""
@@ -58,30 +49,16 @@ class Leaks:
             raise AssertionError(repr(self))
 
 
-def forbidden(
-    documents: Tensor | Sequence[int | None] | None, outputs: Sequence[int], n: int, *, causal: bool
-) -> np.ndarray:
-    """Return for each output and input token whose the influence would be: a kind of leak, or ""."""
-    number = np.asarray(_numbers(documents, n))
+def forbidden(documents: Any, outputs: Sequence[int], n: int, *, causal: bool) -> np.ndarray:
+    """Return for each output and input token what its influence would be: a kind of leak, or ""."""
+    listed = documents.flatten().tolist() if isinstance(documents, Tensor) else documents
+    number = np.array([-1 if one is None else one for one in ([0] * n if listed is None else listed)])
+    if number.shape != (n,) or number.dtype.kind != "i":
+        expected = f"{n} whole numbers, one a token, with None or -1 for padding"
+        raise ArgumentError("documents", expected=expected, got=f"{number.dtype} of shape {number.shape}")
     i, j = np.asarray(outputs)[:, None], np.arange(n)
     conditions = [number[i] < 0, number[j] < 0, number[i] != number[j], causal & (j > i)]
     kinds = np.select(np.broadcast_arrays(*conditions), ["", "padding", "document", "future"], "")
     if not kinds.astype(bool).any():
-        expected = "several documents or padding, unless causal"
-        raise ArgumentError("documents", expected=expected, got="no influence that should be zero")
+        raise ArgumentError("documents", expected="several, or padding, unless causal", got="neither")
     return kinds
-
-
-def _numbers(documents: Tensor | Sequence[int | None] | None, n: int) -> list[int]:
-    """Check the numbers of documents; those of padding become −1."""
-    if documents is None:
-        return [0] * n
-    given = documents.tolist() if isinstance(documents, Tensor) else list(documents)
-    given = given[0] if len(given) == 1 and isinstance(given[0], list) else given
-    expected = f"{n} numbers of documents, one a token, with None or -1 for padding"
-    if len(given) != n:
-        raise ArgumentError("documents", expected=expected, got=f"{len(given)}")
-    for one in given:
-        if isinstance(one, bool) or not (one is None or isinstance(one, int | np.integer)):
-            raise ArgumentError("documents", expected=expected, got=repr(one))
-    return [-1 if one is None else max(int(one), -1) for one in given]

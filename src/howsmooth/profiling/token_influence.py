@@ -106,13 +106,12 @@ class Influence(Result):
         return table.reset_index(drop=True)
 
     def leaks(self, documents: Tensor | Sequence[int | None] | None = None, *, causal: bool = True) -> Leaks:
-        """Say whether other documents of a packed sequence, padding or the future reach a token: exactly not,
-        or where and how much.
+        """Say whether other documents of a packed sequence, padding or the future reach a token, where and
+        how far.
 
-        ``documents`` are the n numbers of the tokens' documents, with None or −1 for padding, whose own
-        outputs do not count; None for a single document. With ``causal``, a token may not influence an
-        earlier one. An ArgumentError says that ``documents`` do not fit, that the map has no output for each
-        token, or that every influence is allowed.
+        ``documents`` are n numbers, one a token, with None or −1 for padding, whose own outputs do not count;
+        None for one document. With ``causal``, a token must not influence an earlier one. ArgumentError: they
+        do not fit, no influence must be zero, or the map has no output for each token.
         """
         if not self.token_outputs:
             raise ArgumentError("f", expected="an output for each token", got=self.output or self.scope)
@@ -361,8 +360,7 @@ def _map_and_tokens(f: Any, x: Tensor | Mapping[str, Any] | None) -> tuple[Any, 
         return f.map, f.x if x is None else x
     if isinstance(x, Mapping) or (isinstance(x, Tensor) and not x.is_floating_point()):
         with model_parts(module_of(f), x, padded=True) as parts:
-            site = parts.whole("hidden")
-        return site.map, site.x
+            return (site := parts.whole("hidden")).map, site.x
     if x is None:
         raise ArgumentError("x", expected="tokens (n, d), for a map that is no captured site", got="None")
     return f, x

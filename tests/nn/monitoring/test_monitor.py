@@ -594,7 +594,7 @@ def test_one_warning_names_the_weights_that_are_not_finite() -> None:
     with pytest.warns(UserWarning, match="could not measure layer 0") as told:
         monitor.measure(1)
     (words,) = [str(one.message) for one in told]
-    assert "in the weights transformer.wte.weight, transformer.h.1.mlp.c_fc.weight." in words
+    assert "Not finite are 2 weights: transformer.wte.weight, transformer.h.1.mlp.c_fc.weight." in words
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert [row.failure != "" for row in monitor.measure(2)] == [True, True]

@@ -2,57 +2,58 @@
 
 from __future__ import annotations
 
-from math import sqrt as root
+from collections.abc import Sequence
+from math import sqrt
+from typing import Any
 
 from torch import Tensor, nn
 
-from howsmooth.attention import SelfAttention
-from howsmooth.errors import CaptureError
 from howsmooth.models.capture import capture
 from howsmooth.models.preserved_state import preserved_state
 from howsmooth.nn.monitoring.attention_statistics import ScoreStatistics
-from howsmooth.nn.monitoring.measurement import Probes
+from howsmooth.nn.monitoring.record import MonitorRecord
 
-__all__ = ["scale_heads"]
+__all__ = ["clip"]
 
 
-def scale_heads(model: nn.Module, probes: Probes, name: str, layer: int, limit: float) -> int:
-    """Scale weights of a layer so that no logit at the probes exceeds the limit; return the number of heads.
+def clip(model: nn.Module, inputs: Sequence[Any], record: MonitorRecord, limit: float) -> str:
+    """Scale the weights of a layer so that no logit at the inputs exceeds the limit; say what was done.
 
     The scores of a head with the largest logit S > limit get the factor limit / S: its root by the keys, or
     the root of the largest factor of all heads that share them, and the rest by the queries.
     """
-    heads: dict[int, tuple[SelfAttention, ScoreStatistics]] = {}
-    with preserved_state(model):
-        for inputs in probes.inputs:
-            for site in capture(model, inputs, layers=[layer], scope="head"):
-                f, added = site.map, ("softcap", "score_bias", "query_norm", "key_norm")
-                if site.name != name or any(getattr(f, one, f) is not None for one in added):
-                    raise CaptureError("Its logits are no products of linear queries and keys alone.")
-                heads.setdefault(site.head, (f, ScoreStatistics()))[1].add_map(f, site.x)
-    rows, wanted, of_keys = _rows(model.get_submodule(name)), [], dict[bytes, float]()
+    heads: dict[int | None, tuple[Any, ScoreStatistics]] = {}
+    try:
+        with preserved_state(model):
+            for one in inputs:
+                for site in capture(model, one, layers=[record.layer or 0], scope="head"):
+                    heads.setdefault(site.head, (site.map, ScoreStatistics()))[1].add_map(site.map, site.x)
+    except Exception as error:  # as a measurement, it must not end the training
+        return f"not clipped: {error}"
+    rows, wanted, of_keys = _rows(model.get_submodule(record.name)), [], dict[bytes, float]()
     for f, found in heads.values():
         factor = limit / max(limit, found.largest or 0.0)
         query, key = ([row.tobytes() for row in w[0].double().cpu().numpy()] for w in (f.query, f.key))
-        if any(rows.get(row) is None for row in query + key):
-            raise CaptureError("Its query and key weights are not rows of its parameters, each once.")
+        plain = f.softcap is f.score_bias is f.query_norm is f.key_norm is None
+        if not plain or not all(rows.get(row) for row in query + key):
+            return "not clipped: its logits are not just products of queries and keys with weights of its own"
         of_keys |= {row: max(factor, of_keys.get(row, 0.0)) for row in key}
         wanted.append((factor, query, key[0]))
-    scaled = {row: root(factor) for row, factor in of_keys.items()}
-    scaled |= {row: factor / root(of_keys[key]) for factor, query, key in wanted for row in query}
+    scaled = {row: sqrt(factor) for row, factor in of_keys.items()}
+    scaled |= {row: factor / sqrt(of_keys[key]) for factor, query, key in wanted for row in query}
     for row, factor in scaled.items():
-        for part in rows[row] or ():
+        for part in rows[row]:
             part *= factor
-    return sum(factor < 1 for factor, *_ in wanted)
+    return f"{sum(factor < 1 for factor, *_ in wanted)} of {len(wanted)} heads"
 
 
-def _rows(module: nn.Module) -> dict[bytes, list[Tensor] | None]:
-    """Return the weights and the bias of each output of a module's matrices by the weights' bytes."""
-    named, found = dict(module.named_parameters()), dict[bytes, list[Tensor] | None]()
+def _rows(module: nn.Module) -> dict[bytes, list[Tensor]]:
+    """Return the weights and the bias of each output of a module's matrices, nothing for equal outputs."""
+    named, found = dict(module.named_parameters()), dict[bytes, list[Tensor]]()
     for name, p in named.items():
         bias = named.get(f"{name.removesuffix('weight')}bias")
         for w in (p.detach(), p.detach().mT) if p.ndim == 2 else ():  # transformers' Conv1D is transposed
             for i, row in enumerate(w.double().cpu().contiguous().numpy()):
                 parts = [w[i]] if bias is None or len(bias) != len(w) else [w[i], bias.detach()[i]]
-                found[row.tobytes()] = None if row.tobytes() in found else parts
+                found[row.tobytes()] = [] if row.tobytes() in found else parts
     return found

@@ -14,19 +14,16 @@ from howsmooth.watching import Call, Watch
 __all__ = ["watch_gradients"]
 
 
-def watch_gradients(model: nn.Module, names: Collection[str], largest: dict[str, Tensor]) -> Watch:
+def watch_gradients(model: nn.Module, names: Collection[str], largest: dict[str, Tensor]) -> None:
     """Keep the largest ‖Jᵀg‖ / ‖g‖ of each named module in ``largest``: g is the gradient of its output, Jᵀg
     what the module adds to the gradient of its first floating-point argument.
     """
     modules = {name: module for name, module in model.named_modules() if name and name in names}
-    watch = Watch(model, modules, starts=_enter, ends=partial(_leave, largest))
-    watch.attach()
-    return watch
+    Watch(model, modules, starts=_enter, ends=partial(_leave, largest)).attach()
 
 
 def _enter(call: Call) -> None:
-    x = call.inputs
-    if x is not None and x.requires_grad:
+    if (x := call.inputs) is not None and x.requires_grad:
         # A tensor that only this module reads: the gradient of x itself has those of residuals in it.
         own = x.view_as(x)
         call.args, call.kwargs = tree_map(lambda leaf: own if leaf is x else leaf, (call.args, call.kwargs))

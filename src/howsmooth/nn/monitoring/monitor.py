@@ -15,7 +15,7 @@ from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.errors import check_number, check_whole
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.nn.checks import check
-from howsmooth.nn.monitoring.clipped_logits import scale_heads
+from howsmooth.nn.monitoring.clipped_logits import clip
 from howsmooth.nn.monitoring.gathered_model import gathered, without_wrappers
 from howsmooth.nn.monitoring.gradient_ratios import watch_gradients
 from howsmooth.nn.monitoring.measurement import ProbeInputs, Probes, Reading
@@ -76,16 +76,13 @@ class LipschitzMonitor:
         Seed of the random starts, which differ between steps and between layers.
     strict
         Whether to raise errors of a measurement. By default a layer that fails gets a row with the reason in
-        ``failure``, with a warning at its first failure, and training goes on. One warning names the weights
-        that are not finite.
+        ``failure``, with a warning at its first failure, which names weights that are not finite.
     gradients
-        Whether to keep lower limits of the constants from every backward pass after the first measurement:
-        ``gradient_lower`` of the records, and :meth:`gradient_lower` at any time. Rounding of the pass is not
-        allowed for. Sums of gradients may change in their last bits.
+        Whether to keep lower limits from all backward passes after the first measurement, in the field
+        ``gradient_lower``, without an allowance for rounding. Gradients may change in their last bits.
     clip_logits
-        A limit τ > 0 of the logits, such as 100; by default nothing is clipped. After a measurement, the
-        query and key weights of each head with a larger logit S are scaled by √(τ / S) each, layer by layer,
-        so that no logit at the probes is larger, up to rounding.
+        A limit τ > 0 of the logits, such as 100. If a logit S is larger, query and key weights of its head
+        are scaled by √(τ / S) each after the measurement, layer by layer, so that none is at the probes.
 
     """
 
@@ -123,8 +120,8 @@ class LipschitzMonitor:
         check(known, "callback", "a function of a record", type(callback).__name__)
         if clip_logits is not None:
             check_number("clip_logits", clip_logits)
-            alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
-            check(alone, "clip_logits", "None where several processes train a model", repr(clip_logits))
+            several = torch.distributed.is_available() and torch.distributed.is_initialized()
+            check(not several, "clip_logits", "None where several processes train", repr(clip_logits))
         if layers is not None:
             several = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
             indices = several and all(type(index) is int for index in layers)
@@ -144,9 +141,8 @@ class LipschitzMonitor:
         self._measurement = Reading(self.model, self.probes, self.layers, scope, *accuracy, bool(strict))
         self._steps = 0
         self._failed: set[int | None] = set()
-        self._broken: list[str] = []
-        self.clip_logits = clip_logits
-        self._gradients, self._ratios = gradients, dict[str, Tensor]()
+        self._gradients, self._clip_logits = gradients, clip_logits
+        self._ratios: dict[str, Tensor] = {}
         if self.layers is not None:
             with gathered(self.trained, self.model) as runs_here:
                 if runs_here:
@@ -175,52 +171,29 @@ class LipschitzMonitor:
                 return []
             rows = self._measurement.at(at)
             failed = [one for one in rows if one.failure and one.layer not in self._failed]
-            if failed and not self._broken:
-                weights = self.model.named_parameters()
-                self._broken = [name for name, p in weights if not bool(p.isfinite().all())]
-                failed = failed[:1] if self._broken else failed
-            elif self._broken:
-                failed = []
-        lower = self.gradient_lower()
+            named = self.model.named_parameters() if failed else ()
+            broken = [name for name, p in named if not bool(p.isfinite().all())]
+        rows = [replace(one, gradient_lower=self.gradient_lower().get(one.name)) for one in rows]
         self._ratios.clear()
-        rows = [replace(one, gradient_lower=lower.get(one.name)) for one in rows]
         if self._gradients and (names := {one.name for one in rows if one.layer is not None}):
             watch_gradients(self.model, names, self._ratios)
             self._gradients = False
-        if self.clip_logits is not None:
-            rows = self._clipped(rows, self.clip_logits)
+        if (limit := self._clip_logits) and any((one.logit_max or 0.0) > limit for one in rows):
+            rows = [replace(one, clipped=clip(self.model, self.probes.inputs, one, limit)) for one in rows]
         for record in rows:
             self.records.append(record)
             if self.callback is not None:
                 self.callback(record)
-        for record in failed:
+        for record in failed[:1] if broken else failed:
             where = "the model" if record.layer is None else f"layer {record.layer} ({record.name})"
             words = f"The monitor could not measure {where} at step {at}: {record.failure}"
-            if self._broken:
-                more = f" and {len(self._broken) - 3} more" if len(self._broken) > 3 else ""
-                words += f" NaN or infinity is in the weights {', '.join(self._broken[:3])}{more}."
+            words += f" Not finite are {len(broken)} weights: {', '.join(broken[:4])}." if broken else ""
             warnings.warn(words, stacklevel=3)
-        self._failed.update(one.layer for one in rows if one.failure)
+        self._failed.update(one.layer for one in rows if one.failure or broken)
         return rows
 
-    def _clipped(self, rows: list[MonitorRecord], limit: float) -> list[MonitorRecord]:
-        found, moved = [], False  # a layer before it that is clipped changes the logits of a layer
-        for one in rows:
-            clipped = 0 if one.logit_max is not None else None
-            if one.layer is not None and one.logit_max is not None and (moved or one.logit_max > limit):
-                try:
-                    clipped = scale_heads(self.model, self.probes, one.name, one.layer, limit)
-                except Exception as error:  # as a measurement, this must not end the training
-                    if self._measurement.strict:
-                        raise
-                    clipped = None
-                    warnings.warn(f"The logits of {one.name} are not clipped: {error}", stacklevel=4)
-            moved = moved or bool(clipped)
-            found.append(replace(one, clipped=clipped))
-        return found
-
     def gradient_lower(self) -> dict[str, float]:
-        """Return the field of this name of the next records as it is now, by the names of the layers."""
+        """Return this field of the next records as it is now, by the names of the layers."""
         return {name: float(ratio) for name, ratio in self._ratios.items()}
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
