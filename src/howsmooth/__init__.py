@@ -47,16 +47,19 @@ if TYPE_CHECKING:
         CertifiedAccuracy,
         DepthProfile,
         Influence,
+        LengthGrowth,
         Precision,
         Profile,
         WordRadii,
         certified_accuracy,
         depth_profile,
+        growth,
         influence,
         precision,
         profile,
         word_radii,
     )
+    from howsmooth.study.exponents import fit_exponent
     from howsmooth.study.stored_tables import read
 
 __version__ = metadata.version("howsmooth")
@@ -70,6 +73,7 @@ __all__ = [
     "L2Attention",
     "LayerNorm",
     "LayerScale",
+    "LengthGrowth",
     "LipschitzEstimate",
     "LipschitzEstimates",
     "Precision",
@@ -89,7 +93,9 @@ __all__ = [
     "depth_profile",
     "dynamics",
     "errors",
+    "fit_exponent",
     "functional",
+    "growth",
     "influence",
     "jacobian",
     "load_model",
@@ -130,16 +136,19 @@ _ROOMS = {
         "CertifiedAccuracy",
         "DepthProfile",
         "Influence",
+        "LengthGrowth",
         "Precision",
         "Profile",
         "WordRadii",
         "certified_accuracy",
         "depth_profile",
+        "growth",
         "influence",
         "precision",
         "profile",
         "word_radii",
     ),
+    "study.exponents": ("fit_exponent",),
     "study.stored_tables": ("read",),
 }
 _WHOLE_ROOMS = (

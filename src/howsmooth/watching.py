@@ -184,7 +184,7 @@ class Watch:
     model, modules
         The model, and the modules of it whose calls are seen, by name.
     starts, ends
-        Called before and after each call of these modules; they change neither arguments nor output.
+        Called before and after each call of these modules; ``starts`` may replace arguments by their equals.
     begins, finishes
         Called before and after each pass of the model.
 
@@ -297,7 +297,7 @@ class _Forward:
         call = Call(self.name, self.module, args, kwargs)
         if self.starts is not None:
             self.starts(call)
-        output = self.forward(*args, **kwargs)
+        output = self.forward(*call.args, **call.kwargs)
         if self.ends is not None:
             call.output = output
             self.ends(call)

@@ -114,21 +114,12 @@ def _words() -> Mapping[str, Number]:
     return {f"token {row.position}": AtLeast(row.radius, math.inf, 5e-3) for row in table.itertuples()}
 
 
-def _exponent(n: Any, values: Any) -> Any:
-    """The fit has a name for users, or is about to."""
-    if hasattr(hs, "fit_exponent"):
-        return hs.fit_exponent(n, values)
-    from howsmooth.study import exponents
-
-    return exponents.fit_exponent(n, values)
-
-
 @case("study/exponents")
 def _exponents() -> Mapping[str, Number]:
     found: dict[str, Number] = {}
     n = np.repeat([4, 8, 16, 32, 64], 3)
     for words, slope in (("a root", 0.5), ("falling", -0.2)):
-        fit = _exponent(n, n**slope * (1 + 0.1 * numbers(800, len(n)).numpy()))
+        fit = hs.fit_exponent(n, n**slope * (1 + 0.1 * numbers(800, len(n)).numpy()))
         for name in ("slope", "low", "high", "quarter", "intercept", "spread"):
             found[f"{words}, {name}"] = float(getattr(fit, name))
     return found

@@ -14,7 +14,9 @@ _BY_PLACE = {
     "SelfAttention L2Attention SinkhornAttention LayerNorm RMSNorm LayerScale Residual Compose Rotary "
     "HowsmoothError "
     # Beside the radii of one input: those of a data set, which each of its users had to collect.
-    "certified_accuracy CertifiedAccuracy",
+    "certified_accuracy CertifiedAccuracy "
+    # How the constant of a map of one's own grows with the length, in one call.
+    "growth LengthGrowth",
     "hs.errors": "ArgumentError CaptureError CertificateError DerivativeError ModelError NonFiniteError "
     "StoreError TextError WorkerError",
     "hs.attention": "TokenMap StagedAttention",
@@ -59,6 +61,6 @@ PLACES = tuple(place for place in _BY_PLACE if place != "hs.errors")
 NAMES = (
     *(f"{place}.{name}" for place, names in _BY_PLACE.items() for name in names.split()),
     "hs.bounds.robust_radius | hs.robust_radius",
-    "hs.study.exponents.fit_exponent | hs.fit_exponent",
+    "hs.fit_exponent",
     "hs.bounds.certificate",
 )

@@ -225,15 +225,15 @@ def _part(
 
 @contextmanager
 def model_parts(
-    model: nn.Module, inputs: Tensor | Mapping[str, Any], side: str | None = None
+    model: nn.Module, inputs: Tensor | Mapping[str, Any], side: str | None = None, *, padded: bool = False
 ) -> Iterator[ModelParts]:
     """Return a context manager that yields a :class:`ModelParts`, which captures parts of a model, such as a
     range of its blocks, as maps.
 
-    The arguments are those of :func:`capture`.
+    The arguments are those of :func:`capture`. With ``padded``, one sequence may have padding, which stays.
     """
     with as_called(model, inputs) as given:
-        yield ModelParts(given, side)
+        yield ModelParts(given, side, padded=padded)
 
 
 def _ends(layers: object, count: int) -> tuple[int, int]:

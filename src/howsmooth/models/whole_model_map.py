@@ -68,10 +68,10 @@ class ModelParts:
 
     ``given`` is the model, in measurement mode, with its inputs. In an encoder-decoder, ``side`` says which
     embeddings vary: ``"memory"``, the encoder's, or ``"queries"``, the decoder's; CaptureError is raised
-    without it, and ArgumentError if the model has no such side or a sequence is padded.
+    without it, and ArgumentError if there is no such side or padding, but of one sequence if ``padded``.
     """
 
-    def __init__(self, given: ModelCall, side: str | None = None) -> None:
+    def __init__(self, given: ModelCall, side: str | None = None, *, padded: bool = False) -> None:
         model = given.model
         if side is not None and (side == "joint" or not takes_decoder_ids(model)):
             expected = "'queries' or 'memory' with scope 'model' of an encoder-decoder, else None"
@@ -85,7 +85,7 @@ class ModelParts:
             )
         self.side = side
         self.model = model
-        self.given = _sequences_of(given)
+        self.given = [given] if padded and given.batch == 1 else _sequences_of(given)
         self.blocks: list[Place] = []  # the outputs of the blocks around the layers; two may share one
         calls: dict[nn.Module, int] = {}
         # Calls of embedding tables, each with its number among the calls of the table, and what it is given.

@@ -2,14 +2,15 @@
 
 The function ``profile`` measures the Lipschitz constant of every layer and head, ``depth_profile`` the
 constants of the blocks and of their compositions, ``precision`` the effects of quantised keys and values, and
-``influence`` how far each output token moves with each input token, for any map. The function ``word_radii``
-proves how far each token may move before the answer of a classifier can change, ``certified_accuracy`` on how
-many inputs of a data set it stays right. ``model_input`` reads a model
-and its input, and has the base class of these results; ``quantisers`` rounds keys and values.
+``influence`` how far each output token moves with each input token, and ``growth`` how the constant grows
+with the length, of any map. ``word_radii`` proves how far each token may move before the answer of a
+classifier can change, ``certified_accuracy`` on how many inputs of a data set it stays right. ``model_input``
+reads a model and its input, and has the base class of these results; ``quantisers`` rounds keys and values.
 """
 
 from howsmooth.profiling.certified_answers import CertifiedAccuracy, certified_accuracy
 from howsmooth.profiling.expansion_by_depth import DepthProfile, depth_profile
+from howsmooth.profiling.fitted_growth import LengthGrowth, growth
 from howsmooth.profiling.kv_cache_quantisation import Precision, precision
 from howsmooth.profiling.lipschitz_profile import Profile, profile
 from howsmooth.profiling.robust_word_radii import WordRadii, word_radii
@@ -19,11 +20,13 @@ __all__ = [
     "CertifiedAccuracy",
     "DepthProfile",
     "Influence",
+    "LengthGrowth",
     "Precision",
     "Profile",
     "WordRadii",
     "certified_accuracy",
     "depth_profile",
+    "growth",
     "influence",
     "precision",
     "profile",

@@ -26,7 +26,10 @@ from howsmooth.lipschitz.block_norms import block_norms, sequence_jacobian
 from howsmooth.lipschitz.maximum_token_norm import TokenWise, token_wise_lipschitz
 from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.lipschitz_estimate import Method
+from howsmooth.models.capture import model_parts, module_of
 from howsmooth.models.identification.model_part_map import ModelMap
+from howsmooth.printed_table import PrintedTable
+from howsmooth.profiling.leaked_tokens import Leaks, forbidden
 from howsmooth.profiling.model_input import InputResult, shown_progress
 from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled
 from howsmooth.results.heatmaps import Cells
@@ -101,6 +104,21 @@ class Influence(Result):
             if self.words:
                 table[f"{side}_token"] = [self.words[i] for i in table[side]]
         return table.reset_index(drop=True)
+
+    def leaks(self, documents: Tensor | Sequence[int | None] | None = None, *, causal: bool = True) -> Leaks:
+        """Say whether other documents of a packed sequence, padding or the future reach a token, where and
+        how far.
+
+        ``documents`` are n numbers, one a token, with None or −1 for padding, whose own outputs do not count;
+        None for one document. With ``causal``, a token must not influence an earlier one. ArgumentError: they
+        do not fit, no influence must be zero, or the map has no output for each token.
+        """
+        if not self.token_outputs:
+            raise ArgumentError("f", expected="an output for each token", got=self.output or self.scope)
+        kinds = forbidden(documents, self.outputs, self.value.shape[1], causal=causal)
+        table = self.table.assign(**{"from": kinds.flatten()})
+        leaked = table[(table["from"] != "") & (table["upper"] > 0)].sort_values("value", ascending=False)
+        return Leaks(PrintedTable(leaked.reset_index(drop=True)), int(np.count_nonzero(kinds)), self.scope)
 
     def __repr__(self) -> str:
         rows, n = self.value.shape
@@ -234,7 +252,7 @@ def as_last_step(
 @with_fastest_threads
 def influence(
     f: Any,
-    x: Tensor | None = None,
+    x: Tensor | Mapping[str, Any] | None = None,
     *,
     outputs: int | slice | Iterable[int] | None = None,
     rtol: float = INFLUENCE_RTOL,
@@ -255,10 +273,12 @@ def influence(
     Parameters
     ----------
     f
-        A captured site of one sequence; a map of this library; or any differentiable PyTorch map of tokens
-        (n, d) to tokens (n_out, d_out), or to one vector (d_out,), such as the logits at the last token.
+        A captured site of one sequence; a map of this library; any differentiable PyTorch map of tokens
+        (n, d) to tokens (n_out, d_out), or to one vector (d_out,), such as the logits at the last token; or
+        a model, which is taken from its embeddings to its last hidden state.
     x
-        Tokens (n, d) or (1, n, d), float32 or float64; None for the tokens of a site.
+        Tokens (n, d) or (1, n, d), float32 or float64; None for the tokens of a site; for a model one
+        sequence of token ids (1, n), or a dict of inputs, whose padding stays.
     outputs
         Which output tokens i are measured, counted from 0 or, if negative, from the end; all by default.
     rtol
@@ -287,9 +307,9 @@ def influence(
     Documentation page "Influence: the blocks of the Jacobian".
 
     """
-    f, x = _map_and_tokens(f, x)
-    check_arguments(f, x, rtol, confidence, max_iterations)
-    x = _one_sequence(x).detach()
+    f, given = _map_and_tokens(f, x)
+    check_arguments(f, given, rtol, confidence, max_iterations)
+    x = _one_sequence(given).detach()
     if isinstance(f, TokenMap):
         check_tokens(x, f)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
@@ -335,9 +355,12 @@ def influence_at(
     return replace(found, words=known, place=place, output=output)
 
 
-def _map_and_tokens(f: Any, x: Tensor | None) -> tuple[Any, Any]:
+def _map_and_tokens(f: Any, x: Tensor | Mapping[str, Any] | None) -> tuple[Any, Any]:
     if not isinstance(f, TokenMap) and isinstance(f, SiteLike):
         return f.map, f.x if x is None else x
+    if isinstance(x, Mapping) or (isinstance(x, Tensor) and not x.is_floating_point()):
+        with model_parts(module_of(f), x, padded=True) as parts:
+            return (site := parts.whole("hidden")).map, site.x
     if x is None:
         raise ArgumentError("x", expected="tokens (n, d), for a map that is no captured site", got="None")
     return f, x

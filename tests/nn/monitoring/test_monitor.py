@@ -585,6 +585,21 @@ def test_a_diverged_layer_is_a_row_and_training_goes_on() -> None:
     assert table["lipschitz"].isna().tolist() == [False, True, False, False, True, True]
 
 
+def test_one_warning_names_the_weights_that_are_not_finite() -> None:
+    model = gpt2()
+    monitor = LipschitzMonitor(model, PROBES)
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.weight[0, 0] = math.nan
+        model.transformer.wte.weight[PROBES[0, 0], 0] = math.inf
+    with pytest.warns(UserWarning, match="could not measure layer 0") as told:
+        monitor.measure(1)
+    (words,) = [str(one.message) for one in told]
+    assert "Not finite are 2 weights: transformer.wte.weight, transformer.h.1.mlp.c_fc.weight." in words
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [row.failure != "" for row in monitor.measure(2)] == [True, True]
+
+
 def test_strict_raises_what_stands_in_the_way() -> None:
     model = gpt2()
     monitor = LipschitzMonitor(model, PROBES, strict=True)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pandas as pd
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from howsmooth.accuracy_limits import check_accuracy
-from howsmooth.errors import check_whole
+from howsmooth.errors import check_number, check_whole
 from howsmooth.models.loading.load import LoadedModel
 from howsmooth.nn.checks import check
+from howsmooth.nn.monitoring.clipped_logits import clip
 from howsmooth.nn.monitoring.gathered_model import gathered, without_wrappers
+from howsmooth.nn.monitoring.gradient_ratios import watch_gradients
 from howsmooth.nn.monitoring.measurement import ProbeInputs, Probes, Reading
 from howsmooth.nn.monitoring.record import MonitorRecord
 from howsmooth.printed_table import PrintedTable
@@ -73,7 +76,13 @@ class LipschitzMonitor:
         Seed of the random starts, which differ between steps and between layers.
     strict
         Whether to raise errors of a measurement. By default a layer that fails gets a row with the reason in
-        ``failure``, with a warning at its first failure, and training goes on.
+        ``failure``, with a warning at its first failure, which names weights that are not finite.
+    gradients
+        Whether to keep lower limits from all backward passes after the first measurement, in the field
+        ``gradient_lower``, without an allowance for rounding. Gradients may change in their last bits.
+    clip_logits
+        A limit τ > 0 of the logits, such as 100. If a logit S is larger, query and key weights of its head
+        are scaled by √(τ / S) each after the measurement, layer by layer, so that none is at the probes.
 
     """
 
@@ -91,6 +100,8 @@ class LipschitzMonitor:
         max_iterations: int = 200,
         seed: int = 0,
         strict: bool = False,
+        gradients: bool = False,
+        clip_logits: float | None = None,
     ) -> None:
         if isinstance(model, LoadedModel):
             model = model.model
@@ -107,6 +118,10 @@ class LipschitzMonitor:
         check(scope in _SCOPES, "scope", f"one of {', '.join(_SCOPES)}", repr(scope), single)
         known = callback is None or callable(callback)
         check(known, "callback", "a function of a record", type(callback).__name__)
+        if clip_logits is not None:
+            check_number("clip_logits", clip_logits)
+            several = torch.distributed.is_available() and torch.distributed.is_initialized()
+            check(not several, "clip_logits", "None where several processes train", repr(clip_logits))
         if layers is not None:
             several = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
             indices = several and all(type(index) is int for index in layers)
@@ -126,6 +141,8 @@ class LipschitzMonitor:
         self._measurement = Reading(self.model, self.probes, self.layers, scope, *accuracy, bool(strict))
         self._steps = 0
         self._failed: set[int | None] = set()
+        self._gradients, self._clip_logits = gradients, clip_logits
+        self._ratios: dict[str, Tensor] = {}
         if self.layers is not None:
             with gathered(self.trained, self.model) as runs_here:
                 if runs_here:
@@ -153,17 +170,31 @@ class LipschitzMonitor:
             if not runs_here:
                 return []
             rows = self._measurement.at(at)
+            failed = [one for one in rows if one.failure and one.layer not in self._failed]
+            named = self.model.named_parameters() if failed else ()
+            broken = [name for name, p in named if not bool(p.isfinite().all())]
+        rows = [replace(one, gradient_lower=self.gradient_lower().get(one.name)) for one in rows]
+        self._ratios.clear()
+        if self._gradients and (names := {one.name for one in rows if one.layer is not None}):
+            watch_gradients(self.model, names, self._ratios)
+            self._gradients = False
+        if (limit := self._clip_logits) and any((one.logit_max or 0.0) > limit for one in rows):
+            rows = [replace(one, clipped=clip(self.model, self.probes.inputs, one, limit)) for one in rows]
         for record in rows:
             self.records.append(record)
             if self.callback is not None:
                 self.callback(record)
-            if record.failure and record.layer not in self._failed:
-                self._failed.add(record.layer)
-                where = "the model" if record.layer is None else f"layer {record.layer} ({record.name})"
-                warnings.warn(
-                    f"The monitor could not measure {where} at step {at}: {record.failure}", stacklevel=3
-                )
+        for record in failed[:1] if broken else failed:
+            where = "the model" if record.layer is None else f"layer {record.layer} ({record.name})"
+            words = f"The monitor could not measure {where} at step {at}: {record.failure}"
+            words += f" Not finite are {len(broken)} weights: {', '.join(broken[:4])}." if broken else ""
+            warnings.warn(words, stacklevel=3)
+        self._failed.update(one.layer for one in rows if one.failure or broken)
         return rows
+
+    def gradient_lower(self) -> dict[str, float]:
+        """Return this field of the next records as it is now, by the names of the layers."""
+        return {name: float(ratio) for name, ratio in self._ratios.items()}
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Call :meth:`step` after each step of an optimizer, until ``remove()`` of the result is called."""

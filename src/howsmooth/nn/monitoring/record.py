@@ -51,6 +51,9 @@ class MonitorRecord:
     bound: float | None = None
     bound_length: int | None = None
     bound_radius: float | None = None
+    #: With ``gradients``: the largest ‖Jᵀg‖ / ‖g‖ ≤ ‖J‖ of backward passes since the last measurement; J is
+    #: the derivative of the attention module at a training batch, with its dropout, g its output's gradient.
+    gradient_lower: float | None = None
     #: Largest ‖A_h‖₂ over the heads, where A_h is the matrix of the scores ⟨A_h x_i + b_h, x_j⟩.
     score_norm: float | None = None
     #: Why ``score_norm`` is missing.
@@ -58,6 +61,8 @@ class MonitorRecord:
     #: The largest logit over the heads, rows, visible keys and sequences: the largest number that enters a
     #: softmax, after the norms and rotary positions of queries and keys.
     logit_max: float | None = None
+    #: With ``clip_logits``: how many heads were scaled after this measurement, or why none can be.
+    clipped: str = ""
     #: Why ``logit_max`` is missing.
     logit_missing: str = ""
     #: Entropy of the attention probabilities in nats, averaged over heads, rows and sequences.
@@ -86,8 +91,8 @@ class MonitorRecord:
         """
         place = self.name or "model"
         names = (
-            "lipschitz", "lower", "upper", "lipschitz_mean", "bound", "score_norm", "logit_max",
-            "entropy", "entropy_normalised", "radius_mean", "radius_max",
+            "lipschitz", "lower", "upper", "lipschitz_mean", "bound", "gradient_lower", "score_norm",
+            "logit_max", "entropy", "entropy_normalised", "radius_mean", "radius_max",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names} | {"failed": 1.0 if self.failure else None}
         return {f"{name}/{place}": float(value) for name, value in values.items() if value is not None}
