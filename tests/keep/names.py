@@ -14,7 +14,9 @@ _BY_PLACE = {
     "SelfAttention L2Attention SinkhornAttention LayerNorm RMSNorm LayerScale Residual Compose Rotary "
     "HowsmoothError "
     # Beside the radii of one input: those of a data set, which each of its users had to collect.
-    "certified_accuracy CertifiedAccuracy",
+    "certified_accuracy CertifiedAccuracy "
+    # What many texts and two models give: results of profile and of its method compare.
+    "ProfileOverTexts ProfileComparison",
     "hs.errors": "ArgumentError CaptureError CertificateError DerivativeError ModelError NonFiniteError "
     "StoreError TextError WorkerError",
     "hs.attention": "TokenMap StagedAttention",
