@@ -29,8 +29,7 @@ _EXAMPLES = (
     "[cyan]howsmooth profile builtin-encoder --span 0:64[/]  the first 64 tokens of Alice in Wonderland",
     "[cyan]howsmooth profile builtin-decoder --span 0:32 --layers 0,-1 --json[/]  JSON for a program",
     "[cyan]howsmooth profile ./model --text letter.txt --out letter[/]  your own model and text",
-    "[cyan]howsmooth profile ./model --texts lines.txt --out many[/]  means and ranks over many texts, which "
-    "continue after an interruption if the command is run again",
+    "[cyan]howsmooth profile ./model --texts lines.txt --out many[/]  means and ranks over many texts",
     "[cyan]howsmooth profile ./model --text letter.txt --against ./old[/]  what changed between two models",
     "[cyan]howsmooth profile vit --random-init --images builtin[/]  an image",
     "[cyan]howsmooth profile builtin-encoder --scope model --span 0:32[/]  the whole model, block by block",
@@ -107,7 +106,7 @@ class ProfilePlan(OneInputPlan):
         from howsmooth import profiling
 
         settings: Any = {name: getattr(self, name) for name in ("span", "rtol", "seed", "influence")}
-        noun = "stage" if self.scope == "model" else "text" if self.texts_file else "layer"
+        noun = "text" if self.texts_file else "stage" if self.scope == "model" else "layer"
         noun = "step" if self.influence else noun
         settings["on_layer"] = display.counter(noun)
         if self.scope == "model":
@@ -116,8 +115,7 @@ class ProfilePlan(OneInputPlan):
         settings["scopes"] = scopes.get(self.scope, self.scope)
         other = replace(self, source=self.against).load() if self.against else None
         file = settings["file"] = self.out / "texts.jsonl" if self.texts_file else None
-        kept = f"finished texts are saved in {encodable(str(file))}"
-        with resumable(lambda: kept if file and file.exists() else ""):
+        with resumable(lambda: f"texts are kept in {encodable(str(file))}" if file and file.exists() else ""):
             found: Any = profiling.profile(loaded, inputs, layers=self.layers_of(loaded), **settings)
             if other is None:
                 return found
@@ -126,8 +124,7 @@ class ProfilePlan(OneInputPlan):
 
     def beside(self, found: Any) -> tuple[dict[str, Any], list[str]]:
         """Return the largest influences of one token on another for JSON, if they were asked for."""
-        # None if it failed: the reason is printed with what was not measured
-        told = getattr(found, "influence", None)
+        told = getattr(found, "influence", None)  # None if it failed: the reason is printed
         return {"influence": told and told.described()} if self.influence else {}, []
 
 

@@ -148,10 +148,11 @@ class ModelParts:
         start, end = self._input(self.blocks[first]), self.blocks[last]
         return self._site("span", start, end, Output("tokens", last_token), first, last, words)
 
-    def mlp(self, layer: int) -> Site:
-        """Return the map of the MLP in the block around an attention layer: the smallest module that has all
-        weights of the block beside those of attention. If that is the block itself, the map goes from the
-        input of the first module with weights to the output of the last.
+    def with_mlp(self, layer: int, scope: str) -> Site:
+        """Return the map of the MLP in a layer's block, or in scope "whole-block" of this block.
+
+        The MLP is the smallest module with all weights of the block beside those of attention. If that is the
+        block itself, the map goes from the input of the first module with weights to the output of the last.
         """
         block, names = self.blocks[layer], {module: name for name, module in self.model.named_modules()}
         ran = {names[module]: last for module, last in self._calls.items() if module in names}
@@ -168,7 +169,9 @@ class ModelParts:
         weights = [name for name in apart if any(p.ndim > 1 for p in owned[name])]
         ends = [name for name in apart if all(_within(one, name) for one in weights)][-1:] or weights
         if not weights or {ran[ends[0]], ran[ends[-1]]} != {ran[block.module]}:
-            raise CaptureError(f"{block} has no MLP that is found: modules beside attention, each run once.")
+            raise CaptureError(f"In {block} no MLP is found: weights beside attention, in modules run once.")
+        if scope == "whole-block":
+            return self.span(layer, layer)
         start, end = Place(ends[0], "input", block.call), Place(ends[-1], "output", block.call)
         return self._site("span", start, end, Output("tokens"), layer, layer, f"the MLP of block {layer}")
 

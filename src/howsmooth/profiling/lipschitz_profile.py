@@ -68,8 +68,7 @@ class Profile(ResultWithInfluence):
         "Heatmap of the constants by layer and head; the numbers are in the ranking and in profile.csv."
     )
 
-    #: One row for each layer (scopes ``attention``, ``mlp``, ``whole-block``, no head) and each head (scope
-    #: ``head``), with the columns
+    #: One row for each layer (scopes ``attention``, ``mlp``, ``whole-block``) and head (``head``), columns
     #: ``layer``, ``head``, ``scope``, ``value``, ``lower``, ``upper``, ``confidence``, ``converged``,
     #: ``iterations``, ``method``, ``masking``, ``name`` (the path of the module), ``stored`` and ``computed``
     #: (the dtypes of the weights and of the computation, as below). It is printed within
@@ -104,7 +103,8 @@ class Profile(ResultWithInfluence):
         found = []
         for scope, rows in self.ranking.groupby("scope", sort=False):
             (top,) = plain_rows(rows.head(1))
-            found.append(f"largest in scope {scope}: {_place(top)}, {_interval(top)}")
+            place = place_in_words(top["layer"], top["head"])
+            found.append(f"largest in scope {scope}: {place}, {_interval(top)}")
         return (
             f"Local Lipschitz constants of {self.model} at {self.input} (n = {self.n}): {'; '.join(found)}; "
             f"each interval at {self.confidence:.4g} confidence; {self._made_by}"
@@ -142,10 +142,9 @@ class Profile(ResultWithInfluence):
         ]
         for scope, rows in self.ranking.groupby("scope", sort=False):
             lines.append(f"  scope {scope}, the largest {min(len(rows), SHOWN)} of {len(rows)}:")
-            lines += [
-                f"    {_place(row):<18} {_interval(row)}{self._said_of_tokens(row)}"
-                for row in plain_rows(rows.head(SHOWN))
-            ]
+            for row in plain_rows(rows.head(SHOWN)):
+                place = place_in_words(row["layer"], row["head"])
+                lines.append(f"    {place:<18} {_interval(row)}{self._said_of_tokens(row)}")
         missed = int((~self.table["converged"]).sum())
         lines += [f"  {missed} of {len(self.table)} did not reach rtol = {self.rtol:g}"] if missed else []
         return [*lines, *self._lines_of_influence()]
@@ -201,7 +200,8 @@ class Profile(ResultWithInfluence):
             for place, row in enumerate(plain_rows(rows.head(most))):
                 status = "" if row["converged"] else ", not converged"
                 ends = interval_in_digits(row["lower"], row["upper"])
-                summary = _SUMMARY.format(_place(row), row["value"], ends, status)
+                where = place_in_words(row["layer"], row["head"])
+                summary = _SUMMARY.format(where, row["value"], ends, status)
                 body.append(html.folded(summary, self._sides(row), place == 0))
                 shown += 1
         if shown < len(self.table):
@@ -237,10 +237,6 @@ class Profile(ResultWithInfluence):
             row["most_sensitive"] = {name: first[name] for name in ("position", "token") if name in first}
         settings = {name: getattr(self, name) for name in ("confidence", "rtol", "seed", "refused")}
         return settings | {"ranking": rows}
-
-
-def _place(row: Any) -> str:
-    return place_in_words(row["layer"], row["head"])
 
 
 def _interval(row: Any) -> str:
@@ -316,8 +312,8 @@ def profile(
     scopes
         "attention" for each layer with all its heads and output projection, "head" for each head alone; both
         by default. "mlp" for the MLP of each block without its residual connection: the smallest module with
-        all weights beside those of attention or, if there is none, from the first such module to the last;
-        the experts of a mixture count together. "whole-block" for the block with attention and MLP.
+        all weights beside those of attention or, if that is the block, from the first module with weights to
+        the last; the experts of a mixture count together. "whole-block" for the block with its MLP.
     tokenizer
         A tokenizer of transformers, for a model that was not loaded by its name.
     rtol, confidence, max_iterations, memory
@@ -381,14 +377,14 @@ def profile(
             for scope in wanted:
                 start = derive_seed(purpose="profile", seed=seed, layer=index, scope=scope)
                 place: dict[str, Any] = {"layer": at.index, "scope": scope}
-                named = {"masking": layer.found.masking, "name": at.name}
+                masking = "none" if scope == "mlp" else layer.found.masking
+                named = {"masking": masking, "name": at.name}
                 try:
                     if scope == "head":
                         found = _heads(layer, seed=start, **how)
                     elif read is not None and scope in _PARTS:
-                        site = read.mlp(index) if scope == "mlp" else read.span(index, index)
+                        site = read.with_mlp(index, scope)
                         found = local_lipschitz(site.map, site.x[:1], seed=start, **how)
-                        named = {"masking": "none"} if scope == "mlp" else named
                         named["name"] = " to ".join(dict.fromkeys(site.name.split(" to ")))
                     else:
                         (site,) = layer.sites("attention")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from howsmooth.words import counted, place_in_words
 __all__ = ["SHOWN", "ProfileComparison", "ProfileOverTexts", "compared", "profile_over_texts"]
 
 SHOWN = 10  # rows that are printed for each scope
-_LEVEL, _RESAMPLES = 0.95, 9999
+_LEVEL, _RESAMPLES = 0.95, 4999
 _quantile = partial(np.quantile, axis=1, method="nearest")
 _FEW = 20  # texts, below which the intervals of a bootstrap are clearly too narrow
 _PLACE = ["scope", "layer", "head"]
@@ -72,14 +71,11 @@ class _Ranked(InputResult):
         said = f"At {self.input}, {self.length}. Intervals: {self.method}. {self.EXPLAINED}"
         lines = [f"{self.title}, {self.precision}.", *wrap(said, 94)]
         for scope, rows in self.ranking.groupby("scope", sort=False):
-            few = f"{min(len(rows), SHOWN)} of {len(rows)}"
-            lines.append(f"  scope {scope}, {few}, the largest {self.ORDER} first:")
+            lines.append(f"  scope {scope}, by {self.ORDER}, {min(len(rows), SHOWN)} of {len(rows)}:")
             lines += [f"    {_said(row, self.COLUMNS)}" for row in plain_rows(rows.head(SHOWN))]
             if "changed" in rows:
                 chance = f"about {(1 - self.level) * len(rows):.2g} by chance alone"
-                lines.append(
-                    f"    1 is outside of {rows['changed'].sum()} of {len(rows)} intervals; {chance}"
-                )
+                lines.append(f"    1 is outside {rows['changed'].sum()} of {len(rows)} intervals; {chance}")
         missed = int((~self.table["converged"]).sum())
         return [*lines, *([f"  {missed} of {len(self.table)} did not converge"] if missed else [])]
 
@@ -144,9 +140,8 @@ def compared(self: Any, other: Any) -> ProfileComparison:
     (a, low, high, sure), (b, below, above, also_sure) = (
         [_by_text(one, column) for column in ("value", "lower", "upper", "converged")] for one in tables
     )
-    if not a.index.equals(b.index):
-        expected = "a profile of the same layers, heads and scopes"
-        raise ArgumentError("other", expected=expected, got="others")
+    if not (a.index.equals(b.index) and a.columns.equals(b.columns)):
+        raise ArgumentError("other", expected="the same layers, heads and scopes", got="others")
     texts = a.shape[1]
     w = _weights(texts, self.seed)
     level = _LEVEL if texts > 1 else self.confidence + other.confidence - 1
@@ -214,12 +209,7 @@ class ProfileOverTexts(_Ranked):
 
 
 def profile_over_texts(
-    model: Any,
-    texts: Sequence[Any],
-    measure: Callable[..., Any],
-    options: Mapping[str, Any],
-    file: str | os.PathLike[str] | None,
-    on_text: Callable[[float, int], None] | None,
+    model: Any, texts: Sequence[Any], measure: Callable[..., Any], options: Any, file: Any, on_text: Any
 ) -> ProfileOverTexts:
     """Profile a model at each text by ``measure``, and return statistics. Keep rows in ``file``."""
     if len(texts) < 2:
