@@ -223,7 +223,7 @@ def profile_over_texts(
     found: list[dict[str, Any]] = []
 
     def measured(i: int, text: Any) -> dict[str, Any]:
-        one = measure(text, on_layer=lambda done, of: told(i + done / max(of, done, 1), len(texts)))
+        one = measure(text, on_layer=lambda done, of: told(i + (done / of if of else 0), len(texts)))
         return {"n": one.n, "refused": one.refused, "rows": plain_rows(one.table[_KEPT])}
 
     with shown_progress(on_text, len(texts), "text") as told:
