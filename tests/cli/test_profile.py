@@ -174,7 +174,7 @@ def test_each_line_of_a_file_is_a_text(capsys: Capture) -> None:
     assert main([*given, "--out", "many", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert Path("many/texts.jsonl").read_text() == kept
-    check_documented("profile --texts", said)
+    check_documented("profile --texts, --against", said)
     assert said["ranking"][0]["mean"] == found.ranking["mean"][0]
     assert [one.partition(",")[0] for one in said["inputs"]] == [
         f"line {i} of the local file lines.txt" for i in (1, 3, 4)
@@ -209,7 +209,7 @@ def test_the_constants_of_a_model_against_those_of_another(capsys: Capture) -> N
     given = ["profile", "./tiny-0", "--against", "./tiny-1", "--tokens", "ids.npy"]
     assert main([*given, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    check_documented("profile --against", said)
+    check_documented("profile --texts, --against", said)
     first, second = (hs.profile(f"./tiny-{seed}", torch.tensor([5, 6, 7, 8, 9])) for seed in (0, 1))
     by_place = {(row["scope"], row["head"]): row["ratio"] for row in said["ranking"]}
     for scope, head, ratio in zip(
