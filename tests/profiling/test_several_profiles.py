@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,8 +154,8 @@ def test_layers_that_are_missing_at_a_text_are_left_out_and_said(
 
     heads = lipschitz_profile._heads
 
-    def fails(layer: Any, **how: Any) -> Any:
-        if layer.tokens.shape[1] == len(TEXTS[1]) and layer.self_attention.layer.index == 2:
+    def fails(layer: Any, also: Sequence[int] = (2,), **how: Any) -> Any:
+        if layer.tokens.shape[1] == len(TEXTS[1]) and layer.self_attention.layer.index in also:
             raise CaptureError("too long")
         return heads(layer, **how)
 
@@ -163,6 +164,8 @@ def test_layers_that_are_missing_at_a_text_are_left_out_and_said(
     assert found.refused == ("Text 1: Layer 2, scope head: too long",)
     assert set(found.table[found.table["scope"] == "head"]["layer"]) == {0, 1}
     assert set(found.table[found.table["scope"] == "attention"]["layer"]) == {0, 1, 2}
+    monkeypatch.setattr(lipschitz_profile, "_heads", partial(fails, also=range(3)))
+    assert set(hs.profile(model, TEXTS).table["scope"]) == {"attention"}  # at one text no head
     with pytest.raises(ArgumentError, match="other: expected the same layers, heads and scopes"):
         found.compare(dataclasses.replace(found, each=found.each[found.each["layer"] < 2]))
 
