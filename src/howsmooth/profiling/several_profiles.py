@@ -95,7 +95,7 @@ class _Ranked(InputResult):
             panels.append([Panel(curves, f"scope {scope}", x, column, scales, names=list(names))])
         width = max(4.6, min(1.6 + 0.17 * max(len(one.names) for (one,) in panels), 12.0))
         figure, _ = draw(panels, (width, 0.8 + 2.4 * len(panels)))
-        figure.suptitle(titled(f"{self.model}, {self.length}", width))
+        figure.suptitle(titled(f"{self.model}, {self.input.split(',')[0]}", width))
         add_legend(figure, 2)
         return figure
 
@@ -104,7 +104,7 @@ class _Ranked(InputResult):
         return [parts().words(words, "soft"), frame(self.ranking.head(most))]
 
     def _in_latex(self) -> tuple[pd.DataFrame, str]:
-        return self.ranking, f"{self.title}, {self.length}"
+        return self.ranking, f"{self.title} at {self.input}"
 
     def _told(self) -> dict[str, Any]:
         names = ("method", "level", "seed", "refused")
@@ -194,7 +194,7 @@ class ProfileOverTexts(_Ranked):
     )
 
     #: One row for each text (``text``, from 0), layer and head, with its constant and the interval of the
-    #: measurement, in columns of :attr:`Profile.table`.
+    #: measurement, in columns of :attr:`howsmooth.Profile.table`.
     each: pd.DataFrame
     #: The texts in words, with their digests.
     inputs: tuple[str, ...]
