@@ -154,6 +154,90 @@ def test_influences_as_json(scope: str, tiny: list[str], capsys: Capture) -> Non
     assert found["influence"]["token_wise"]["lower"] <= found["influence"]["token_wise"]["upper"]
 
 
+# ---- many texts, and two models
+
+LINES = "Dear Alice, it was a cat.\n\nThe cat sat on the mat.\nNo dog was there at all.\n"
+
+
+def test_each_line_of_a_file_is_a_text(capsys: Capture) -> None:
+    Path("lines.txt").write_text(LINES)
+    given = ["profile", "builtin-encoder", "--texts", "lines.txt", "--layers", "0", "--scope", "head"]
+    assert main([*given, "--out", "many"]) == 0
+    out = capsys.readouterr().out
+    texts = [line for line in LINES.splitlines() if line]
+    found = hs.profile("builtin-encoder", texts, layers=[0], scopes="head")
+    table = pd.read_csv("many/profile.csv")
+    assert list(table["mean"]) == list(found.table["mean"])
+    assert "\n".join(line for line in repr(found).splitlines() if "rank" in line) in out
+    kept = Path("many/texts.jsonl").read_text()
+    assert kept.count("line 3 of the local file lines.txt") == 0  # the key is a digest
+    assert main([*given, "--out", "many", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert Path("many/texts.jsonl").read_text() == kept
+    check_documented("profile --texts, --against", said)
+    assert said["ranking"][0]["mean"] == found.ranking["mean"][0]
+    assert [one.partition(",")[0] for one in said["inputs"]] == [
+        f"line {i} of the local file lines.txt" for i in (1, 3, 4)
+    ]
+
+
+def test_finished_texts_are_kept_after_an_interruption(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("lines.txt").write_text(LINES)
+    given = ["profile", "builtin-encoder", "--texts", "lines.txt", "--layers", "0", "--scope", "head", "-q"]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("howsmooth.profiling.several_profiles._statistics", interrupt)
+        assert main(given) == 130
+    said = capsys.readouterr().err
+    assert "interrupted: texts are kept in howsmooth-profile/texts.jsonl. Continue with:\n  howsmooth" in said
+    monkeypatch.setattr("howsmooth.profiling.lipschitz_profile.layers_of", interrupt)
+    assert main(given) == 0
+
+
+def test_the_constants_of_a_model_against_those_of_another(capsys: Capture) -> None:
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        models.append(GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=40, n_layer=1, n_head=2)))
+        models[-1].save_pretrained(f"tiny-{seed}")
+    np.save("ids.npy", [5, 6, 7, 8, 9])
+    given = ["profile", "./tiny-0", "--against", "./tiny-1", "--tokens", "ids.npy"]
+    assert main([*given, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    check_documented("profile --texts, --against", said)
+    first, second = (hs.profile(f"./tiny-{seed}", torch.tensor([5, 6, 7, 8, 9])) for seed in (0, 1))
+    by_place = {(row["scope"], row["head"]): row["ratio"] for row in said["ranking"]}
+    for scope, head, ratio in zip(
+        first.table["scope"], first.table["head"], first.table["value"] / second.table["value"], strict=True
+    ):
+        assert by_place[scope, None if pd.isna(head) else head] == pytest.approx(ratio, rel=1e-12)
+    assert said["model"] == "tiny-0 / tiny-1"
+    assert Path("howsmooth-profile/comparison.html").exists()
+    assert main(given[:2] + given[4:] + ["--scope", "parts", "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)
+    assert {row["scope"] for row in parts["ranking"]} == {"attention", "mlp", "whole-block"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--texts", "lines.txt", "--text", "alice"], "texts: expected no other input beside it, got --text"),
+        (["--texts", "lines.txt", "--influence"], "texts: expected the constants of layers and heads"),
+        (["--against", "builtin-decoder", "--scope", "model"], "against: expected the constants of layers"),
+        (["--texts", "none.txt"], "text 'none.txt' is neither a known name nor a file"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: list[str], said: str, capsys: Capture) -> None:
+    Path("lines.txt").write_text(LINES)
+    assert main(["profile", "builtin-encoder", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_an_interruption_is_said(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

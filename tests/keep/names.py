@@ -16,7 +16,9 @@ _BY_PLACE = {
     # Beside the radii of one input: those of a data set, which each of its users had to collect.
     "certified_accuracy CertifiedAccuracy "
     # How the constant of a map of one's own grows with the length, in one call.
-    "growth LengthGrowth",
+    "growth LengthGrowth "
+    # What many texts and two models give: results of profile and of its method compare.
+    "ProfileOverTexts ProfileComparison",
     "hs.errors": "ArgumentError CaptureError CertificateError DerivativeError ModelError NonFiniteError "
     "StoreError TextError WorkerError",
     "hs.attention": "TokenMap StagedAttention",

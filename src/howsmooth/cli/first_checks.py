@@ -55,7 +55,7 @@ def check_at_once(given: Any, *, keep_going: bool = False, writes: bool = True) 
             wrong.append(error)
     if wrong and (not keep_going or len(wrong) == len(named)):
         raise wrong[0]
-    text = getattr(given, "text", None)
+    text = getattr(given, "text", None) or getattr(given, "texts_file", None)
     for name in getattr(given, "texts", (text,) if text else ()):
         if name not in (*texts.TEXTS, "-"):
             found = texts.load_text(name)

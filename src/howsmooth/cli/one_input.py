@@ -72,7 +72,7 @@ class OneInputPlan(InputPlan):
 
     def words(self) -> texts.Text:
         """Return the chosen text, to be read with special tokens if the user asked for them."""
-        found = texts.load_text(self.text or DEFAULT_TEXT)
+        found = texts.load_text(self.text or getattr(self, "texts_file", None) or DEFAULT_TEXT)
         return replace(found, special_tokens=getattr(self, "special_tokens", False))
 
     def input_of(self, loaded: Any) -> Any:

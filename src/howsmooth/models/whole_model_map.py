@@ -148,6 +148,33 @@ class ModelParts:
         start, end = self._input(self.blocks[first]), self.blocks[last]
         return self._site("span", start, end, Output("tokens", last_token), first, last, words)
 
+    def with_mlp(self, layer: int, scope: str) -> Site:
+        """Return the map of the MLP in a layer's block, or in scope "whole-block" of this block.
+
+        The MLP is the smallest module with all weights of the block beside those of attention. If that is the
+        block itself, the map goes from the input of the first module with weights to the output of the last.
+        """
+        block, names = self.blocks[layer], {module: name for name, module in self.model.named_modules()}
+        ran = {names[module]: last for module, last in self._calls.items() if module in names}
+        inside = [name for name in ran if name != block.module and _within(name, block.module)]
+        attentions = [one.name for one, at in zip(self.layers, self.blocks, strict=True) if at == block]
+        # The outermost module of the block around each attention, which also has its projections.
+        around = [next((name for name in inside if _within(one, name)), block.module) for one in attentions]
+        apart = [
+            name
+            for name in inside
+            if not any(_within(*two) for a in around for two in ((a, name), (name, a)))
+        ]
+        owned = {name: self.model.get_submodule(name).parameters(recurse=False) for name in apart}
+        weights = [name for name in apart if any(p.ndim > 1 for p in owned[name])]
+        ends = [name for name in apart if all(_within(one, name) for one in weights)][-1:] or weights
+        if not weights or {ran[ends[0]], ran[ends[-1]]} != {ran[block.module]}:
+            raise CaptureError(f"In {block} no MLP is found: weights beside attention, in modules run once.")
+        if scope == "whole-block":
+            return self.span(layer, layer)
+        start, end = Place(ends[0], "input", block.call), Place(ends[-1], "output", block.call)
+        return self._site("span", start, end, Output("tokens"), layer, layer, f"the MLP of block {layer}")
+
     @property
     def last_layers(self) -> list[int]:
         """The index of the last attention layer in each Transformer block, in the order of the blocks."""
@@ -356,6 +383,10 @@ class ModelParts:
             else:
                 return found, attention
         raise CaptureError(f"{type(self.model).__name__} {passage.words} is not captured. {refused[0]}")
+
+
+def _within(name: str, outer: str) -> bool:
+    return not outer or f"{name}.".startswith(f"{outer}.")
 
 
 def _equal(ids: object, given: Tensor | None) -> bool:

@@ -1,6 +1,7 @@
 """Profiles of one input: which layers, heads and tokens of a model are sensitive to changes of a given input.
 
-The function ``profile`` measures the Lipschitz constant of every layer and head, ``depth_profile`` the
+The function ``profile`` measures the Lipschitz constant of every layer and head, at one input or over many
+texts; two profiles are compared. ``depth_profile`` measures the
 constants of the blocks and of their compositions, ``precision`` the effects of quantised keys and values, and
 ``influence`` how far each output token moves with each input token, and ``growth`` how the constant grows
 with the length, of any map. ``word_radii`` proves how far each token may move before the answer of a
@@ -14,6 +15,7 @@ from howsmooth.profiling.fitted_growth import LengthGrowth, growth
 from howsmooth.profiling.kv_cache_quantisation import Precision, precision
 from howsmooth.profiling.lipschitz_profile import Profile, profile
 from howsmooth.profiling.robust_word_radii import WordRadii, word_radii
+from howsmooth.profiling.several_profiles import ProfileComparison, ProfileOverTexts
 from howsmooth.profiling.token_influence import Influence, influence
 
 __all__ = [
@@ -23,6 +25,8 @@ __all__ = [
     "LengthGrowth",
     "Precision",
     "Profile",
+    "ProfileComparison",
+    "ProfileOverTexts",
     "WordRadii",
     "certified_accuracy",
     "depth_profile",

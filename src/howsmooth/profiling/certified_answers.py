@@ -4,13 +4,11 @@ stays so.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +21,7 @@ from howsmooth.models.capture import module_of
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling import model_input
 from howsmooth.profiling.model_input import Inputs, Model
-from howsmooth.profiling.robust_word_radii import WordRadii, keep_row, kept_rows
+from howsmooth.profiling.robust_word_radii import WordRadii, row_of
 from howsmooth.results.curves import DASHED, SOLID, Curve, Panel, add_legend, draw
 from howsmooth.results.drawing import Figure, styled, titled
 from howsmooth.results.result import Result, made_by
@@ -167,13 +165,9 @@ def certified_accuracy(
                 read = {"input_ids": found.inputs} if ids else found.inputs
             at = NetworkAtInput(prepared, read)
             options = [int(label), jointly, norm, order, attack, seed]
-            content = [version("howsmooth"), at.digest(), options]
-            key = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-            row = next(iter(kept_rows(path, key)), None)
-            if row is None:
-                row = _row(at, int(label), jointly, norm=norm, order=order, attack=attack, seed=seed)
-                keep_row(path, key, row)
-            rows.append({"input": number} | row)
+            named = {"norm": norm, "order": order, "attack": attack, "seed": seed}
+            compute = partial(_row, at, int(label), jointly, **named)
+            rows.append({"input": number} | row_of(path, [at.digest(), options], compute))
         told(len(inputs), len(inputs))
     origin = model_input.GivenInputs(loaded, None, None, "").origin()
     table = PrintedTable(rows).astype({"token": "Int64"})

@@ -1,14 +1,18 @@
-"""The function ``profile``, which measures the constants of all layers and heads at one input."""
+"""The function ``profile``, which measures the constants of all layers and heads at one input or several."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import pandas as pd
 from markupsafe import Markup
+from torch import Tensor
 
 from howsmooth.accuracy_limits import check_accuracy
 from howsmooth.attention import SelfAttention, StagedAttention
@@ -16,6 +20,7 @@ from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.lipschitz.heads import head_lipschitz
 from howsmooth.lipschitz_estimate import LipschitzEstimate
+from howsmooth.models.capture import model_parts
 from howsmooth.models.captured_layer import Site
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.printed_table import PrintedTable
@@ -28,6 +33,7 @@ from howsmooth.profiling.model_input import (
     layers_of,
     loaded_if_named,
 )
+from howsmooth.profiling.several_profiles import SHOWN, ProfileOverTexts, compared, profile_over_texts
 from howsmooth.profiling.token_influence import ResultWithInfluence, as_last_step, influence_at
 from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled, titled
 from howsmooth.results.heatmaps import Cells
@@ -37,12 +43,13 @@ from howsmooth.rounding import interval_in_digits
 from howsmooth.seeds import derive_seed
 from howsmooth.study.plans import PROFILE_RTOL, Plan
 from howsmooth.study.records import plain_rows
+from howsmooth.texts import Text
 from howsmooth.threads import with_fastest_threads
 from howsmooth.words import place_in_words, readable, visible_token
 
 __all__ = ["SCOPES", "Profile", "profile"]
 
-_SHOWN = 10  # rows of the ranking in a printed profile
+_PARTS = ("mlp", "whole-block")  # further scopes
 _LEVELS = 9  # shades of a highlighted token
 _CELL = 0.32  # inches
 _COLUMNS = ["layer", "head", "scope", "value", "lower", "upper", "confidence", "converged", "iterations",
@@ -61,7 +68,7 @@ class Profile(ResultWithInfluence):
         "Heatmap of the constants by layer and head; the numbers are in the ranking and in profile.csv."
     )
 
-    #: One row for each layer (scope ``attention``, no head) and each head (scope ``head``), with the columns
+    #: One row for each layer (scopes ``attention``, ``mlp``, ``whole-block``) and head (``head``), columns
     #: ``layer``, ``head``, ``scope``, ``value``, ``lower``, ``upper``, ``confidence``, ``converged``,
     #: ``iterations``, ``method``, ``masking``, ``name`` (the path of the module), ``stored`` and ``computed``
     #: (the dtypes of the weights and of the computation, as below). It is printed within
@@ -80,7 +87,7 @@ class Profile(ResultWithInfluence):
 
     @property
     def ranking(self) -> pd.DataFrame:
-        """The constants in decreasing order, first of heads, then of whole layers.
+        """The constants in decreasing order, scope by scope: first heads, then attention layers.
 
         Columns: ``layer``, ``head``, ``scope``, ``value``, ``lower``, ``upper`` and ``converged``.
         """
@@ -95,25 +102,30 @@ class Profile(ResultWithInfluence):
         """One line to cite, with the largest constants and their intervals."""
         found = []
         for scope, rows in self.ranking.groupby("scope", sort=False):
-            top = rows.iloc[0]
-            found.append(f"largest in scope {scope}: {_place(top)}, {_interval(top)}")
+            (top,) = plain_rows(rows.head(1))
+            place = place_in_words(top["layer"], top["head"])
+            found.append(f"largest in scope {scope}: {place}, {_interval(top)}")
         return (
             f"Local Lipschitz constants of {self.model} at {self.input} (n = {self.n}): {'; '.join(found)}; "
             f"each interval at {self.confidence:.4g} confidence; {self._made_by}"
         )
 
-    def sensitive_tokens(self, layer: int, head: int | None = None) -> pd.DataFrame:
+    compare = compared
+
+    def sensitive_tokens(self, layer: int, head: int | None = None, scope: str = "") -> pd.DataFrame:
         """Return the tokens of one layer or head, in decreasing order of their ``input_share``.
 
-        An ArgumentError says that the profile has no such layer or head.
+        Without ``scope``, it is the first that was measured. An ArgumentError says that the profile has no
+        such layer, head or scope.
         """
-        rows = self._tokens_of(layer, head).sort_values("input_share", ascending=False, kind="stable")
+        rows = self._tokens_of(layer, head, scope).sort_values("input_share", ascending=False, kind="stable")
         return rows.reset_index(drop=True)
 
-    def _tokens_of(self, layer: int, head: int | None) -> pd.DataFrame:
+    def _tokens_of(self, layer: int, head: int | None, scope: str) -> pd.DataFrame:
         heads = self.tokens["head"]
         of_head = heads.isna() if head is None else heads == head
         found = self.tokens[(self.tokens["layer"] == layer) & of_head]
+        found = found[found["scope"] == (scope or next(iter(found["scope"]), ""))]
         if found.empty:
             got = place_in_words(layer, head)
             raise ArgumentError("layer", expected="a layer or head of the table", got=got)
@@ -129,18 +141,16 @@ class Profile(ResultWithInfluence):
             "the token where a change matters → where it shows.",
         ]
         for scope, rows in self.ranking.groupby("scope", sort=False):
-            lines.append(f"  scope {scope}, the largest {min(len(rows), _SHOWN)} of {len(rows)}:")
-            lines += [
-                f"    {_place(row):<18} {_interval(row)}{self._said_of_tokens(row)}"
-                for _, row in rows.head(_SHOWN).iterrows()
-            ]
+            lines.append(f"  scope {scope}, the largest {min(len(rows), SHOWN)} of {len(rows)}:")
+            for row in plain_rows(rows.head(SHOWN)):
+                place = place_in_words(row["layer"], row["head"])
+                lines.append(f"    {place:<18} {_interval(row)}{self._said_of_tokens(row)}")
         missed = int((~self.table["converged"]).sum())
         lines += [f"  {missed} of {len(self.table)} did not reach rtol = {self.rtol:g}"] if missed else []
         return [*lines, *self._lines_of_influence()]
 
     def _said_of_tokens(self, row: Any) -> str:
-        head = None if pd.isna(row["head"]) else int(row["head"])
-        rows = plain_rows(self._tokens_of(int(row["layer"]), head))
+        rows = plain_rows(self._tokens_of(row["layer"], row["head"], row["scope"]))
         said = []
         for column in ("input_share", "output_share"):
             top = max(rows, key=lambda one: one[column] or 0.0)
@@ -151,7 +161,7 @@ class Profile(ResultWithInfluence):
 
     @styled
     def plot(self) -> Figure:
-        """Draw the constants of all heads as a heatmap, and those of whole layers in a second panel.
+        """Draw the constants of all heads as a heatmap, and those of layers, by scope, in a second panel.
 
         Each panel has its own scale of colours, because heads and layers are maps between different spaces. A
         cell is crossed out if its measurement did not converge, and empty if it was not measured.
@@ -159,21 +169,20 @@ class Profile(ResultWithInfluence):
         layers = sorted(self.table["layer"].unique())
         of_head = self.table["head"].notna()
         panels = [rows for rows in (self.table[of_head], self.table[~of_head]) if len(rows)]
-        columns = [max(1, rows["head"].nunique()) for rows in panels]
+        columns = [rows["head"].nunique() or rows["scope"].nunique() for rows in panels]
         width = max(4.6, _CELL * sum(columns) + 1.3 * len(panels))
         figure = new_figure(width, max(2.6, 1.6 + _CELL * len(layers)))
         # Each panel has its colour bar as a further axis, so that all cells have one size.
         ratios = [ratio for count in columns for ratio in (count, min(0.5, 0.08 * sum(columns)))]
         axes = figure.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
         for axis, bar, rows in zip(axes[::2], axes[1::2], panels, strict=True):
-            heads = sorted(rows["head"].dropna().unique())
-            place = {"index": "layer", "columns": "head"}
-            cells = rows.assign(head=rows["head"].fillna(-1)).pivot(**place, values=["value", "converged"])
-            values = cells["value"].reindex(layers).to_numpy(float)
-            missed = cells["converged"].reindex(layers).eq(False).to_numpy()
-            down, across = ([str(one) for one in some] for some in (layers, heads or [""]))
+            by = "head" if bool(rows["head"].notna().any()) else "scope"
+            cells = rows.pivot(index="layer", columns=by, values=["value", "converged"]).reindex(layers)
+            values, missed = cells["value"].to_numpy(float), cells["converged"].eq(False).to_numpy()
+            down, across = ([str(one) for one in some] for some in (layers, cells["value"].columns))
+            across, x = ([""], "whole layer") if across == ["attention"] else (across, by)
             norm = logarithmic(values)
-            Cells(values, down, across, "head" if heads else "whole layer", missed=missed).draw(axis, norm)
+            Cells(values, down, across, x, missed=missed, words=by == "scope").draw(axis, norm)
             add_colourbar(figure, axis, norm, inside=bar)
         axes[0].set_ylabel("layer")
         title = f"{self.model}, one input of {self.length}:\nlocal Lipschitz constants"
@@ -186,20 +195,21 @@ class Profile(ResultWithInfluence):
     def _body(self, images: Mapping[str, str], most: int) -> list[str]:
         html, body, shown = parts(), self._parts_of_influence(images), 0
         for scope, rows in self.ranking.groupby("scope", sort=False):
-            what = "Heads" if scope == "head" else "Layers"
+            what = {"head": "Heads", "attention": "Layers"}.get(str(scope), f"Scope {scope}")
             body.append(html.heading(f"{what}, the largest constant first"))
             for place, row in enumerate(plain_rows(rows.head(most))):
                 status = "" if row["converged"] else ", not converged"
                 ends = interval_in_digits(row["lower"], row["upper"])
-                summary = _SUMMARY.format(_place(row), row["value"], ends, status)
-                body.append(html.folded(summary, self._sides(row["layer"], row["head"]), place == 0))
+                where = place_in_words(row["layer"], row["head"])
+                summary = _SUMMARY.format(where, row["value"], ends, status)
+                body.append(html.folded(summary, self._sides(row), place == 0))
                 shown += 1
         if shown < len(self.table):
             body.append(html.words(f"{shown} of {len(self.table)} rows are shown here.", "note"))
         return body
 
-    def _sides(self, layer: int, head: int | None) -> Markup:
-        rows = self._tokens_of(layer, head)
+    def _sides(self, row: Mapping[str, Any]) -> Markup:
+        rows = self._tokens_of(row["layer"], row["head"], row["scope"])
         words = [visible_token(word) for word in self.words] or [f" {i} " for i in rows["position"]]
         sides = []
         for title, column in (("A change matters at", "input_share"), ("It shows at", "output_share")):
@@ -223,14 +233,10 @@ class Profile(ResultWithInfluence):
     def _told(self) -> dict[str, Any]:
         rows = plain_rows(self._sorted)
         for row in rows:
-            (first, *_) = plain_rows(self.sensitive_tokens(row["layer"], row["head"]).head(1))
+            (first, *_) = plain_rows(self.sensitive_tokens(row["layer"], row["head"], row["scope"]).head(1))
             row["most_sensitive"] = {name: first[name] for name in ("position", "token") if name in first}
         settings = {name: getattr(self, name) for name in ("confidence", "rtol", "seed", "refused")}
         return settings | {"ranking": rows}
-
-
-def _place(row: Any) -> str:
-    return place_in_words(int(row["layer"]), None if pd.isna(row["head"]) else int(row["head"]))
 
 
 def _interval(row: Any) -> str:
@@ -241,10 +247,33 @@ SCOPES = ("attention", "head")
 """The scopes of a profile: each layer with all its heads and output projection, and each head alone."""
 
 
-@with_fastest_threads
+@overload
 def profile(
     model: Model,
     inputs: Inputs,
+    *,
+    span: slice | tuple[int, int] | str | None = ...,
+    layers: Layers = ...,
+    scopes: Sequence[str] = ...,
+    tokenizer: Any = ...,
+    rtol: float = ...,
+    confidence: float = ...,
+    max_iterations: int = ...,
+    seed: int = ...,
+    memory: int | None = ...,
+    influence: bool = ...,
+    on_layer: Callable[[float, int], None] | None = ...,
+) -> Profile: ...
+
+
+@overload
+def profile(model: Model, inputs: list[Any] | tuple[Any, ...], **options: Any) -> ProfileOverTexts: ...
+
+
+@with_fastest_threads  # type: ignore[misc]  # the second form leaves its options to the first
+def profile(
+    model: Model,
+    inputs: Any,
     *,
     span: slice | tuple[int, int] | str | None = None,
     layers: Layers = None,
@@ -256,9 +285,11 @@ def profile(
     seed: int = Plan.seed,
     memory: int | None = None,
     influence: bool = False,
+    file: str | os.PathLike[str] | None = None,
     on_layer: Callable[[float, int], None] | None = None,
-) -> Profile:
-    """Measure the local Lipschitz constant of every attention layer and head of a model at one input.
+) -> Profile | ProfileOverTexts:
+    """Measure the local Lipschitz constant of every attention layer and head of a model at one input, or at
+    each of several.
 
     Layer by layer the attention is captured (:func:`~howsmooth.models.capture`) and measured as a whole
     (:func:`howsmooth.local_lipschitz`); then all its heads are measured in one batch.
@@ -271,7 +302,8 @@ def profile(
         bfloat16 and float16 are measured in float32, layer by layer.
     inputs
         A text; token ids (n,) or (1, n); or a dict of the model's inputs for one sequence. A text needs a
-        tokenizer, and is encoded without special tokens: give token ids to have them.
+        tokenizer, and is encoded without special tokens: give token ids to have them. A list of at least two
+        of these, with token ids as tensors, gives means, spreads and ranks over them.
     span
         Which tokens of a text or of token ids are measured, the last not included: a slice, a pair, or a
         string such as "0:128". By default all, or the first 512 of a longer input; the result says which.
@@ -279,7 +311,9 @@ def profile(
         Which layers, as for :func:`~howsmooth.models.capture`; all by default.
     scopes
         "attention" for each layer with all its heads and output projection, "head" for each head alone; both
-        by default.
+        by default. "mlp" for the MLP of each block without its residual connection: the smallest module with
+        all weights beside those of attention or, if that is the block, from the first module with weights to
+        the last; the experts of a mixture count together. "whole-block" for the block with its MLP.
     tokenizer
         A tokenizer of transformers, for a model that was not loaded by its name.
     rtol, confidence, max_iterations, memory
@@ -289,10 +323,13 @@ def profile(
     influence
         Whether :func:`howsmooth.influence` is measured for the layer with the largest constant, in the scope
         "attention". The time of this measurement grows with n²: some seconds at 64 tokens, a minute at 256.
+    file
+        With several inputs, a file to which the rows of each are added as soon as they are measured. A later
+        call with the same model, input and options reads what is there.
     on_layer
         Called with the numbers of layers that are done and of all, zero while unknown; with ``influence``
-        there is one step more, of which fractions are told. By default a progress bar is shown on a terminal
-        and in a notebook.
+        there is one step more, of which fractions are told. Several inputs are counted instead, with
+        fractions. By default a progress bar is shown on a terminal and in a notebook.
 
     Raises
     ------
@@ -305,10 +342,22 @@ def profile(
 
     """
     remedy = "hs.capture has the other scopes, such as heads and block."
-    wanted = chosen_words("scopes", scopes, SCOPES, remedy)
-    if influence and "attention" not in wanted:
-        raise ArgumentError("influence", expected='False without the scope "attention"', got="True")
-    given = given_inputs(loaded_if_named(model), inputs, span, tokenizer)
+    wanted = chosen_words("scopes", scopes, (*SCOPES, *_PARTS), remedy)
+    several = isinstance(inputs, list | tuple) and any(
+        isinstance(one, str | Text | Mapping) or (isinstance(one, Tensor) and one.ndim) for one in inputs
+    )
+    if influence and ("attention" not in wanted or several):
+        expected = 'False without the scope "attention", and with several inputs'
+        raise ArgumentError("influence", expected=expected, got="True")
+    loaded: Any = loaded_if_named(model)
+    if several:
+        options: dict[str, Any] = {"span": span, "layers": layers, "scopes": wanted, "tokenizer": tokenizer}
+        options |= {"rtol": rtol, "confidence": confidence, "max_iterations": max_iterations, "seed": seed}
+        one_by_one = partial(profile, loaded, memory=memory, **options)
+        return profile_over_texts(loaded, inputs, one_by_one, options, file, on_layer)
+    if file is not None:
+        raise ArgumentError("file", expected="None with one input", got=repr(file))
+    given = given_inputs(loaded, inputs, span, tokenizer)
     check_accuracy(rtol, confidence, given.computed)
     few: dict[str, Any] = {"confidence": confidence, "max_iterations": max_iterations}
     how = few | {"rtol": rtol, "memory": memory}
@@ -317,32 +366,39 @@ def profile(
     refused: list[str] = []
     largest: tuple[float, Site] | None = None
     of_tokens, n, done = None, 0, 0
-    for index, layer in layers_of(given, layers, on_layer):
-        done += 1
-        if isinstance(layer, CaptureError):
-            refused.append(str(layer))
-            continue
-        n = max(n, layer.tokens.shape[1])
-        for scope in wanted:
-            start = derive_seed(purpose="profile", seed=seed, layer=index, scope=scope)
-            try:
-                if scope == "head":
-                    found = _heads(layer, seed=start, **how)
-                else:
-                    (site,) = layer.sites("attention")
-                    found = local_lipschitz(site.map, site.x[:1], seed=start, **how)
-                    largest = max(largest or (-1.0, site), (float(found), site), key=itemgetter(0))
-            except HowsmoothError as error:
-                refused.append(f"Layer {index}, scope {scope}: {error}")
+    with model_parts(given.module, given.inputs) if set(wanted) & set(_PARTS) else nullcontext() as read:
+        for index, layer in layers_of(given, layers, on_layer):
+            done += 1
+            if isinstance(layer, CaptureError):
+                refused.append(str(layer))
                 continue
+            n = max(n, layer.tokens.shape[1])
             at = layer.self_attention.layer
-            place: dict[str, Any] = {"layer": at.index, "scope": scope}
-            tables.append(found.table.assign(**place, masking=layer.found.masking, name=at.name))
-            tables[-1]["head"] = tables[-1]["member"] if scope == "head" else pd.NA
-            for member, head in enumerate(tables[-1]["head"]):
-                shares.append(found[member].tokens().assign(**place, head=head))
-                if given.words is not None and len(given.words) == len(shares[-1]):
-                    shares[-1]["token"] = given.words
+            for scope in wanted:
+                start = derive_seed(purpose="profile", seed=seed, layer=index, scope=scope)
+                place: dict[str, Any] = {"layer": at.index, "scope": scope}
+                masking = "none" if scope == "mlp" else layer.found.masking
+                named = {"masking": masking, "name": at.name}
+                try:
+                    if scope == "head":
+                        found = _heads(layer, seed=start, **how)
+                    elif read is not None and scope in _PARTS:
+                        site = read.with_mlp(index, scope)
+                        found = local_lipschitz(site.map, site.x[:1], seed=start, **how)
+                        named["name"] = " to ".join(dict.fromkeys(site.name.split(" to ")))
+                    else:
+                        (site,) = layer.sites("attention")
+                        found = local_lipschitz(site.map, site.x[:1], seed=start, **how)
+                        largest = max(largest or (-1.0, site), (float(found), site), key=itemgetter(0))
+                except HowsmoothError as error:
+                    refused.append(f"Layer {index}, scope {scope}: {error}")
+                    continue
+                tables.append(found.table.assign(**place, **named))
+                tables[-1]["head"] = tables[-1]["member"] if scope == "head" else pd.NA
+                for member, head in enumerate(tables[-1]["head"]):
+                    shares.append(found[member].tokens().assign(**place, head=head))
+                    if given.words is not None and len(given.words) == len(shares[-1]):
+                        shares[-1]["token"] = given.words
     if largest and influence:
         site = largest[1]
         start = derive_seed(purpose="profile", seed=seed, layer=site.layer, scope="influence")

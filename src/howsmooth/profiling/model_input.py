@@ -128,6 +128,7 @@ class InputResult(Result):
     WHAT: ClassVar[str]  # what is told, as the first words of the page
     ALT: ClassVar[str]  # the picture in words
     LEFT_OUT: ClassVar[str] = "not measured"
+    ONE: ClassVar[str] = "one input: "
 
     #: What was found, row by row.
     table: pd.DataFrame
@@ -169,7 +170,8 @@ class InputResult(Result):
     @property
     def _made_by(self) -> str:
         versions = made_by("torch", "transformers")
-        return f"{self.precision}; {versions}; weights {self.fingerprint[:12]}, digest {self.digest}."
+        weights = " / ".join(one[:12] for one in self.fingerprint.split(" / "))
+        return f"{self.precision}; {versions}; weights {weights}, digest {self.digest}."
 
     def _in_latex(self) -> tuple[pd.DataFrame, str]:
         return self.table, f"{self.title} at one input of {self.length}"
@@ -183,7 +185,7 @@ class InputResult(Result):
         raise NotImplementedError
 
     def _parts(self, images: Mapping[str, str], most: int) -> list[str]:
-        said = f"{self.WHAT} at one input: {self.input}, {self.length}. {self.precision.capitalize()}."
+        said = f"{self.WHAT} at {self.ONE}{self.input}, {self.length}. {self.precision.capitalize()}."
         if hasattr(self, "confidence"):
             said += f" Each interval holds with probability {self.confidence:.4g}."
         refused = (
@@ -265,9 +267,12 @@ def given_inputs(
         found = named.get("input_ids")
         words = own.decoded(found[0].tolist()) if isinstance(found, Tensor) and found.shape[0] == 1 else None
         given = (k if isinstance(v, Tensor) else f"{k}={v!r}" for k, v in named.items() if v is not None)
-        return GivenInputs(model, named, words, f"inputs {', '.join(given)}")
+        digest = _digest(*(value for value in named.values() if isinstance(value, Tensor)))
+        described = f"inputs {', '.join(given)}, SHA-256 of the numbers {digest}"
+        return GivenInputs(model, named, words, described)
     elif isinstance(inputs, Tensor) and floats:  # as the model takes it
-        return GivenInputs(model, inputs, None, f"a tensor {tuple(inputs.shape)}")
+        described = f"a tensor {tuple(inputs.shape)}, SHA-256 of the numbers {_digest(inputs)}"
+        return GivenInputs(model, inputs, None, described)
     else:
         ids, what = _ids(inputs), "token ids"
     limit = max_length(module) or len(ids)
@@ -277,9 +282,13 @@ def given_inputs(
         remedy = f"Give {first}:{first + limit}, for example."
         raise ArgumentError("span", expected=expected, got=got, remedy=remedy)
     cut = "" if end - first == len(ids) else f"tokens {first} to {end - 1} of {len(ids)}, "
-    digest = hashlib.sha256(ids[first:end].numpy().tobytes()).hexdigest()[:12]
-    described = f"{what}, {cut}SHA-256 of the ids {digest}"
+    described = f"{what}, {cut}SHA-256 of the ids {_digest(ids[first:end])}"
     return GivenInputs(model, ids[None, first:end], own.decoded(ids[first:end].tolist()), described)
+
+
+def _digest(*tensors: Tensor) -> str:
+    parts = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors)
+    return hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()[:12]
 
 
 def _names_a_file(text: str) -> bool:

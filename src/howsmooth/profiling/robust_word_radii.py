@@ -343,6 +343,16 @@ def kept_rows(file: Path | None, key: str) -> list[dict[str, Any]]:
     return rows
 
 
+def row_of(file: Path | None, content: list[Any], compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the row that a file has for what ``content`` says, or compute it and keep it there."""
+    key = hashlib.sha256(json.dumps([version("howsmooth"), *content]).encode()).hexdigest()
+    for row in kept_rows(file, key):
+        return row
+    row = compute()
+    keep_row(file, key, row)
+    return row
+
+
 def keep_row(file: Path | None, key: str, row: Mapping[str, Any]) -> None:
     """Add a finished row to a file under a key."""
     if file is not None:
