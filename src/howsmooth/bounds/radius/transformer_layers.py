@@ -133,11 +133,12 @@ class Activation(NamedTuple):
             return (upper(width) - lower(z.abs())).clamp_min(0)
         # Of the integral of (width − s)^order/order! times the next derivative, each part has its own bound.
         ends = [(1 - part / _PARTS) ** (order + 1) for part in range(_PARTS + 1)]
-        half, sides = width / (2 * _PARTS), []
+        half, sides = width / (2 * _PARTS), list[Tensor]()
         for side in (-1, 1):
             centres = [z + side * (2 * part + 1) / (2 * _PARTS) * width for part in range(_PARTS)]
             parts = zip(centres, ends[:-1], ends[1:], strict=True)
-            sides.append(sum(self.largest[order - 2](at, half) * (of - to) for at, of, to in parts))
+            each = [self.largest[order - 2](at, half) * (of - to) for at, of, to in parts]
+            sides.append(torch.stack(each).sum(0))
         return torch.maximum(*sides) / math.factorial(order + 1) * width ** (order + 1)
 
 
