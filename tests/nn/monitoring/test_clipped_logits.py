@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Qwen3Config, Qwen3Model
 
 from howsmooth.errors import ArgumentError
@@ -12,17 +14,18 @@ from howsmooth.nn import LipschitzMonitor
 from tests._tiny_models import tiny, token_ids
 
 
-def logits(model: nn.Module, ids: Tensor) -> Tensor:
+def logits(model: Any, ids: Tensor) -> Tensor:
     """The largest logit of each head of the first layer of GPT-2, (heads,)."""
     seen: list[Tensor] = []
-    layer = model.h[0]  # type: ignore[index]
+    layer = model.h[0]
     hook = layer.ln_1.register_forward_hook(lambda module, given, out: seen.append(out.detach()))
     model.eval()(ids)
     hook.remove()
     q, k, _ = layer.attn.c_attn(seen[0]).detach().chunk(3, dim=-1)
     q, k = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in (q, k))
     scores = (q @ k.mT) / q.shape[-1] ** 0.5
-    return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf).amax((0, 2, 3))
+    largest: Tensor = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf).amax((0, 2, 3))
+    return largest
 
 
 def test_heads_above_the_limit_come_down_to_it_and_the_others_stay() -> None:
