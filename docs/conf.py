@@ -82,7 +82,7 @@ nitpick_ignore_regex = [
     # Types in signatures that users meet, and never name.
     (
         r"py:class",
-        r"(howsmooth\..*\.)?(AbstractMeasure|BoundsTable|CoreShape|Domain|Figure|Layer|Picture|Placement"
+        r"(howsmooth\..*\.)?(AbstractMeasure|BoundsTable|CoreShape|Domain|Figure|Inputs|Layers?|Model|Picture|Placement"
         r"|ProductError|Result|SoftmaxCore|Visibility|Weighting)",
     ),
     (r"py:attr", r"[A-Z]\w+\.\w+"),  # attributes stand in lists, which have no anchors
