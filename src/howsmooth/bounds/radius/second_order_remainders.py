@@ -108,7 +108,7 @@ class NormRemainder(Remainder):
         self.orthogonal = self._orthogonal(eye)
         self.functionals = torch.stack([self.direction, b - own[:, None] * self.direction], 1)
         # The token has √(d eps) as one more coordinate, in which v is its share of −y.
-        self.share = math.sqrt(u.shape[1] * norm.eps) / lower(self.r[:, 0])
+        self.share = math.sqrt(u.shape[1] * norm.eps) / lower(self.r[:, 0]).clamp_min(0)
         across = self._orthogonal(tangents)
         self.changes = gram(across)
         along = torch.einsum("nfd,ndk->nfk", self.functionals, self._relative(tangents))
