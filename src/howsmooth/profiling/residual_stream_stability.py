@@ -39,7 +39,7 @@ __all__ = ["PredictionStability", "prediction_stability"]
 _NOT_PROVED = "more than a norm layer and a linear output layer follows the last block"
 _SHOWN, _LEVELS = 10, 9  # rows that are printed, and shades of a highlighted token
 # Other tokens that are compared; steps of an attack, the most by which one grows, and its excess of size.
-_RIVALS, _STEPS, _GROWTH, _EXCESS = 3, 20, 1.2, 1 + 1e-4
+_RIVALS, _STEPS, _GROWTH, _EXCESS = 3, 16, 1.2, 1 + 1e-4
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
