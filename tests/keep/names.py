@@ -18,7 +18,9 @@ _BY_PLACE = {
     # How the constant of a map of one's own grows with the length, in one call.
     "growth LengthGrowth "
     # What many texts and two models give: results of profile and of its method compare.
-    "ProfileOverTexts ProfileComparison",
+    "ProfileOverTexts ProfileComparison "
+    # For models of language: from the residual stream to the prediction.
+    "prediction_stability PredictionStability",
     "hs.errors": "ArgumentError CaptureError CertificateError DerivativeError ModelError NonFiniteError "
     "StoreError TextError WorkerError",
     "hs.attention": "TokenMap StagedAttention",

@@ -28,6 +28,7 @@ from howsmooth.models.loading.tokenizers import Tokenizer
 from howsmooth.results.page import parts
 from howsmooth.results.result import Result, made_by
 from howsmooth.study.plans import PROFILE_TOKENS
+from howsmooth.study.records import plain_rows
 from howsmooth.texts import Text
 from howsmooth.words import counted
 
@@ -205,7 +206,7 @@ class InputResult(Result):
 
     def _told(self) -> dict[str, Any]:
         """Return the settings and the rows of the table as a dict for JSON."""
-        raise NotImplementedError
+        return {"rows": plain_rows(self.table)}
 
 
 def layers_of(

@@ -322,8 +322,8 @@ def influence(
         raise ArgumentError("f", expected=expected, got=f"shape {tuple(shape)}")
     rows = _checked_outputs(outputs, shape[0] if len(shape) == 2 else 1)
     blocks = token_blocks(double, x.double()) if isinstance(f, TokenMap) else None
-    before = double.readout() if isinstance(double, ModelMap) else None
-    inner, weight = (jacobian, None) if before is None else (sequence_jacobian(before[0], x), before[1])
+    split = double.readout() if isinstance(double, ModelMap) else None
+    inner, weight = (jacobian, None) if split is None else (sequence_jacobian(split[0], x), split[1].weight)
     solver = Solver(rtol, confidence, max_iterations, member_seeds(seed, len(rows) * len(x)))
     chosen = torch.tensor(rows, device=x.device)
     with shown_progress(on_output, len(rows), "output") as told:

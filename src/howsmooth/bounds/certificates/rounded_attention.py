@@ -42,7 +42,7 @@ from howsmooth.rounding import (
     up,
 )
 
-__all__ = ["HeadAt", "HeadsAt", "heads_at", "row_blocks", "shortest_lengths"]
+__all__ = ["AfterNorm", "HeadAt", "HeadsAt", "heads_at", "row_blocks", "shortest_lengths"]
 
 _BLOCK = 1 << 18  # number of entries in a block of rows, which fit into a cache
 
@@ -119,7 +119,7 @@ def heads_at(f: SelfAttention, x: Float[Tensor, "n d"], norm: LayerNorm | RMSNor
 
     """
     n = x.shape[0]
-    after = None if norm is None else _After.of(norm, x)
+    after = None if norm is None else AfterNorm.of(norm, x)
     x = x if after is None else after.t
     output = torch.eye(f.heads * f.value_dim, dtype=x.dtype) if f.output is None else f.output
     value, up_v = _scaled(f.value)
@@ -151,7 +151,7 @@ def _head_at(
     value_bias: Float[Tensor, " value_dim"],
     visible: Bool[Tensor, "n n"],
     x: Float[Tensor, "n d"],
-    after: _After | None,
+    after: AfterNorm | None,
 ) -> HeadAt:
     n, g = x.shape[0], h // (f.heads // f.kv_heads)
     Q, K = f.query[h], f.key[g]
@@ -336,7 +336,7 @@ def shortest_lengths(
 
 
 @dataclass(frozen=True, eq=False)
-class _After:
+class AfterNorm:
     """The tokens t_j = g ∘ u_j + β after a norm layer, with bounds on their rounding errors."""
 
     t: Float[Tensor, "n d"]
@@ -346,7 +346,8 @@ class _After:
     centred: bool  # whether the layer subtracts the mean of a token
 
     @classmethod
-    def of(cls, norm: LayerNorm | RMSNorm, x: Float[Tensor, "n d"]) -> _After:
+    def of(cls, norm: LayerNorm | RMSNorm, x: Float[Tensor, "n d"]) -> AfterNorm:
+        """Apply the norm layer to tokens. Raise NonFiniteError if one is too close to zero."""
         t, *_ = _normed(norm, known_to(x))
         _, shortest = shortest_lengths(norm, known_to(x))
         gain, columns = math.sqrt(norm.d) * norm.weight, above(1 / shortest, 1)

@@ -16,17 +16,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
+from howsmooth.attention import LayerNorm, RMSNorm
 from howsmooth.errors import CaptureError
 from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.jacobian.autodiff import one_backend
+from howsmooth.models.identification.layer_trace import ModuleCall
 from howsmooth.models.identification.module_map import ModuleMap
-from howsmooth.models.identification.self_attention_module import detached
+from howsmooth.models.identification.norm_placement import norm_map
+from howsmooth.models.identification.self_attention_module import detached, moved_tokens
 from howsmooth.models.measurement_mode import set_permanently
-from howsmooth.models.tracing.attention_recorder import own_copies
+from howsmooth.models.tracing.attention_recorder import is_norm, own_copies
 from howsmooth.models.tracing.module_replay import first_tensor
 from howsmooth.plain_modules import eager
 from howsmooth.watching import Call, StopForward, first_tokens, watched
@@ -284,8 +286,8 @@ class ModelMap(ModuleMap):
         """Return the same map with another kind of output, such as logits instead of hidden states."""
         return ModelMap(replace(self.own, passage=replace(self.own.passage, output=output)))
 
-    def readout(self) -> tuple[ModelMap, Float[Tensor, "d_out width"]] | None:
-        """Return the map up to the input of the model's output layer, and the weights of this linear layer.
+    def readout(self) -> tuple[ModelMap, nn.Linear] | None:
+        """Return the map up to the input of the model's output layer, and this linear layer.
         Return None if the map's outputs are not the logits that the output layer returns.
 
         The result is None for other outputs, and where something follows that layer, such as a soft cap.
@@ -302,4 +304,13 @@ class ModelMap(ModuleMap):
             return None
         output = Output("tokens", passage.output.last)
         passage = replace(passage, end=Place(path, "input"), output=output)
-        return ModelMap(replace(self.own, passage=passage)), given.weight.detach()
+        return ModelMap(replace(self.own, passage=passage)), given
+
+    def as_norm(self) -> LayerNorm | RMSNorm | None:
+        """Return the norm layer that this map is, compared at two inputs, or None if it is none."""
+        both = [(x[None], self(x)[None]) for x in (self.own.x, moved_tokens(self.own.x))]
+        for module in filter(is_norm, self.own.model.modules()):
+            found = [norm_map(ModuleCall("", module, x, y)) for x, y in both]
+            if None not in found:
+                return found[0]
+        return None
