@@ -33,14 +33,6 @@ def start_quantile(dimension: int, confidence: float) -> float:
     A Gaussian start in R^N, N = ``dimension``, has a squared cosine of at least x_δ with any fixed direction,
     with probability ``confidence`` = 1 − δ. The result x_δ is the δ-quantile of Beta(1/2, (N−1)/2), or 1 in
     dimension 1.
-
-    Parameters
-    ----------
-    dimension
-        The dimension N >= 1 of the start vector.
-    confidence
-        The probability 1 − δ, in (0, 1).
-
     """
     if dimension == 1:
         return 1.0
