@@ -61,15 +61,8 @@ def footprint(
     """Predict the memory that the measurement of one sequence takes, and decide whether attention
     probabilities are kept.
 
-    Parameters
-    ----------
-    f, memory
-        As for :func:`howsmooth.local_lipschitz`.
-    tokens
-        The shape (n, d) of the sequence.
-    dtype, device
-        The dtype and device of the tokens.
-
+    ``tokens`` is the shape (n, d) of the sequence; ``f`` and ``memory`` are as for
+    :func:`howsmooth.local_lipschitz`.
     """
     if not isinstance(f, TokenMap) or not has_closed_form(f):
         return Footprint(streamed=False, size=0)
@@ -166,15 +159,8 @@ def is_streamed(double: TokenMap, x: Tensor, budget: int) -> bool:
 
 def room_for_basis(double: TokenMap, x: Tensor, budget: int) -> int:
     """Return how many bytes of the memory budget are left for the Krylov basis in the measurement of one
-    sequence.
-
-    The attention probabilities are recomputed in each product, so they take no memory.
-
-    Raises
-    ------
-    ArgumentError
-        If the budget is too small for this length.
-
+    sequence, whose attention probabilities are recomputed in each product. Raise ArgumentError if the budget
+    is too small for this length.
     """
     least = min(_least_streamed(double, x), cached_bytes(double, x.shape[-2], x.dtype))
     if budget < least:

@@ -25,13 +25,8 @@ __all__ = [
 
 @contextmanager
 def writable_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Create a folder if needed, and yield its path for a ``with`` block that writes into it.
-
-    Raises
-    ------
-    StoreError
-        In place of an OSError, also in the ``with`` block.
-
+    """Create a folder if needed, and yield its path for a ``with`` block that writes into it. An OSError,
+    also one of the block, becomes a StoreError.
     """
     folder = Path(folder)
     try:
@@ -75,13 +70,8 @@ def check_parquet(name: str) -> None:
 
 
 def write_parquet(table: pd.DataFrame, path: str | os.PathLike[str], note: str) -> None:
-    """Write a table as a parquet file, with a note in the metadata that pandas reads into ``attrs``.
-
-    Raises
-    ------
-    ArgumentError
-        If pandas has no engine for parquet.
-
+    """Write a table as a parquet file, with a note in the metadata that pandas reads into ``attrs``. Raise
+    ArgumentError if pandas has no engine for parquet.
     """
     check_parquet("path")
     table = table.copy()
@@ -92,13 +82,8 @@ def write_parquet(table: pd.DataFrame, path: str | os.PathLike[str], note: str) 
 
 
 def write_table(table: pd.DataFrame, folder: str | os.PathLike[str], name: str) -> Path:
-    """Write a table as a CSV file into a folder, which is created if needed, and return its path.
-
-    Raises
-    ------
-    StoreError
-        If the file cannot be written.
-
+    """Write a table as a CSV file into a folder, which is created if needed, and return its path. Raise
+    StoreError if it cannot be written.
     """
     with writable_folder(folder) as folder:
         replace_file(folder / name, csv_of(table))

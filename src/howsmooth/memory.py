@@ -22,14 +22,8 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def memory_budget(memory: object, device: torch.device) -> int:
-    """Return the number of bytes that may be used on ``device``: ``memory``, or half of the free memory by
-    default.
-
-    Raises
-    ------
-    ArgumentError
-        If ``memory`` is neither None nor a positive integer.
-
+    """Return the number of bytes that may be used on ``device``: ``memory``, or half of the free memory if it
+    is None. Raise ArgumentError if it is anything but a positive integer.
     """
     if memory is None:
         return int(SHARE * free_memory(device))

@@ -48,13 +48,8 @@ def folder_of(name: str, *, random_init: bool, types: Collection[str] | None = N
     """Return the local folder that holds the configuration of a model. It is None for the name of a model on
     the Hugging Face Hub, and for a model type such as gpt2.
 
-    ``types`` are the model types, if they are known.
-
-    Raises
-    ------
-    ModelError
-        If the name is a folder without a model, or looks like a path that does not exist, or like the name of
-        a built-in model.
+    ``types`` are the model types, if they are known. ModelError is raised if the name is a folder without a
+    model, or looks like a path that does not exist, or like the name of a built-in model.
     """
     if name in BUILTIN_MODELS:
         return builtin_folder(name)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-__all__ = ["eager", "fast_path", "unwrapped", "wrapped_parts"]
+__all__ = ["eager", "fast_path", "running_module", "unwrapped", "wrapped_parts"]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -61,3 +62,14 @@ def fast_path(enabled: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+def running_module(modules: Container[nn.Module]) -> nn.Module | None:
+    """Return the innermost of the modules whose code is running."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        own = frame.f_locals.get("self")
+        if isinstance(own, nn.Module) and own in modules:
+            return own
+        frame = frame.f_back
+    return None

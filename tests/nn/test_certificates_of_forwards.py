@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from examples.digits.models import PlainViT, certifiable
@@ -17,7 +18,7 @@ from torch.nn.utils import parametrizations
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CertificateError
 from howsmooth.nn import certify
-from howsmooth.nn.certificates import graph_propagation
+from howsmooth.nn.certificates import forward_propagation
 from tests._steepest import dense_norm, steepest
 
 D = 6
@@ -127,7 +128,7 @@ def test_the_rows_of_a_forward_multiply_and_branches_stand_inside_their_sum() ->
         return (y + 3.0 * f(y) + z) / 4.0
 
     found = certify(own(nested), 4, 1.0, inputs=torch.randn(2, 4, D, dtype=torch.float64))
-    levels = {"mul": 1, "mul_1": 2, "add": 1, "add_1": 0, "truediv": 0}
+    levels = {"mul": 1, "mul_1": 2, "add": 1, "add_1": 0, "div": 0}
     assert [row.level for row in found.rows if row.path == "linear"] == [1, 2]
     assert {row.path: row.level for row in found.rows if row.path != "linear"} == levels
 
@@ -205,16 +206,16 @@ def test_operations_against_the_steepest_point(name: str) -> None:
     ("rule", "name"), [("_sum", "a residual"), ("_product", "a factor"), ("_cat", "two copies")]
 )
 def test_a_wrong_rule_is_caught(rule: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = getattr(graph_propagation, rule)
+    right = getattr(forward_propagation, rule)
 
     def wrong(value: Tensor, *arguments: object, **keywords: object) -> object:
         found = right(value, *arguments, **keywords)
         states = arguments[0] if isinstance(arguments[0], list) else arguments
-        (first, *_) = [one for one in states if isinstance(one, graph_propagation._State)]
-        return graph_propagation.replace(found, constant=first.constant)
+        (first, *_) = [one for one in states if isinstance(one, forward_propagation._State)]
+        return forward_propagation.replace(found, constant=first.constant)
 
-    table = {key: wrong if value is right else value for key, value in graph_propagation._RULES.items()}
-    monkeypatch.setattr(graph_propagation, "_RULES", table)
+    table = {key: wrong if value is right else value for key, value in forward_propagation._RULES.items()}
+    monkeypatch.setattr(forward_propagation, "_RULES", table)
     with pytest.raises(AssertionError):
         test_operations_against_the_steepest_point(name)
 
@@ -223,7 +224,7 @@ def test_a_wrong_rule_is_caught(rule: str, name: str, monkeypatch: pytest.Monkey
     ("forward", "words"),
     [
         (lambda f, x: x * f(x), "mul.*multiplies two tensors"),
-        (lambda f, x: 1 / (1 + f(x)), "truediv.*divides by"),
+        (lambda f, x: 1 / (1 + f(x)), "div.*divides by"),
         (lambda f, x: torch.softmax(f(x), dim=-1), "softmax.*without a rule"),
         (lambda f, x: x.add_(f(x)), "add_.*without a rule"),
         (lambda f, x: nn.functional.relu(f(x), inplace=True), "inplace"),
@@ -234,7 +235,7 @@ def test_a_wrong_rule_is_caught(rule: str, name: str, monkeypatch: pytest.Monkey
         (lambda f, x: x.transpose(0, 1), "axis of the batch"),
         (lambda f, x: f(x.transpose(1, 2)[:, :, [0, 1, 2, 3, 0, 1]]), "takes something else"),
         (lambda f, x: x.flatten(0, 1), "joins other axes"),
-        (lambda f, x: f(x) if x.sum() > 0 else x, "cannot record"),
+        (lambda f, x: f(x) if x.sum() > 0 else x, "sum.*without a rule"),
         (lambda f, x: torch.add(x, f(x), alpha=2), "arguments for which there is no rule"),
         (lambda f, x: (x, f(x)), "not one tensor"),
         (lambda f, x: f(x) + torch.randn(D).double(), "random"),
@@ -246,6 +247,72 @@ def test_a_wrong_rule_is_caught(rule: str, name: str, monkeypatch: pytest.Monkey
 def test_operations_without_a_rule_are_named(forward, words) -> None:
     with pytest.raises(CertificateError, match=words):
         certify(own(forward), 4, 1.0, inputs=torch.randn(2, 4, D, dtype=torch.float64))
+
+
+def _despite(f: nn.Module, x: Tensor) -> Tensor:
+    try:
+        return 5 * f(x) if bool(x) else x
+    except Exception:
+        return x
+
+
+_OUTSIDE = nn.Linear(D, D).double()
+
+
+@torch.jit.script
+def _compiled(x: Tensor) -> Tensor:
+    return x * x
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        _despite,
+        lambda f, x: x * float(x[0, 0, 0]),
+        lambda f, x: x * x.detach(),
+        lambda f, x: x * x.data,
+        lambda f, x: x * x.as_subclass(Tensor),
+        lambda f, x: x * torch.from_numpy(np.asarray(x)),
+        lambda f, x: _compiled(x),
+        lambda f, x: torch.func.vmap(lambda t: t * t)(x),
+        lambda f, x: torch.ops.aten.mul(x, x),
+        lambda f, x: f(torch.empty_like(x).copy_(x)),
+        lambda f, x: torch.zeros(4, D).double().index_put_((torch.tensor(0),), x[:, 0]) + x,
+        lambda f, x: torch.add(x, 1.0, out=torch.empty(2, 4, D).double()),
+        lambda f, x: _OUTSIDE(x),
+        lambda f, x: nn.functional.linear(x, f.weight),
+    ],
+)
+def test_values_reach_the_output_by_no_other_way(read) -> None:
+    with pytest.raises(
+        CertificateError, match=r"without a rule|no rule|something else than tokens|no part of"
+    ):
+        certify(own(read), 4, 1.0, inputs=torch.randn(2, 4, D, dtype=torch.float64))
+
+
+def test_values_that_a_layer_keeps_are_no_constants() -> None:
+    class Keeping(hs.nn.SpectralLinear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+        def lipschitz_bound(self, length: int, radius: float) -> hs.Bound:
+            return super().lipschitz_bound(length, radius)
+
+    model = own(lambda f, x: f(x) * f.last)
+    model.linear = Keeping(D, D).double().eval()
+    with pytest.raises(CertificateError, match="computes something else"):
+        certify(model, 4, 1.0, inputs=torch.randn(2, 4, D, dtype=torch.float64))
+
+
+def test_a_forward_may_read_shapes() -> None:
+    def forward(f: nn.Module, x: Tensor) -> Tensor:
+        batch, n, _ = x.shape
+        first, *_ = (f(x[:, i : i + 1]) for i in range(n) if batch > 1)
+        return torch.cat([first, x], dim=1) if len(x) == x.size(0) and isinstance(x, Tensor) else first
+
+    x = torch.randn(2, 4, D, dtype=torch.float64)
+    assert certify(own(forward), 4, 1.0, inputs=x).constant == pytest.approx(math.hypot(1, 1.5))
 
 
 def test_patches_by_a_convolution() -> None:

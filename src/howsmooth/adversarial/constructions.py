@@ -8,7 +8,7 @@ Derivations: documentation page "Worst inputs, and lower bounds".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,7 @@ from howsmooth.errors import ArgumentError
 __all__ = ["Construction", "balanced", "constructions", "heavy_token", "two_cluster", "two_heavy_tokens"]
 
 _CHOICES = ("paper", "max", "min")
+_Builder = Callable[[str, HeavyTokens, int, str, str], "Construction"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,29 +290,18 @@ def constructions(
     return found
 
 
-class _Builder:
-    """The type of functions that build a sequence from few distinct tokens and return it as a Construction.
-
-    The tokens get the attention's dtype and device.
-    """
-
-    def __init__(self, attention: object, head: int) -> None:
-        f = getattr(attention, "map", attention)
-        self.like = f.query if isinstance(f, SelfAttention) else None
-        self.head = head
-
-    def __call__(
-        self, name: str, points: HeavyTokens, length: int, source: str, description: str
-    ) -> Construction:
-        x = points.tokens(length)
-        if self.like is not None:
-            x = x.to(self.like)
-        return Construction(name, x, self.head, source, description)
-
-
 def _of_head(attention: object, head: int) -> tuple[Head, _Builder]:
+    """Return a head, and a function that makes a Construction of few tokens, in the attention's dtype."""
     parameters: Parameters = parameters_of(attention)
     count = len(parameters.heads)
     if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < count:
         raise ArgumentError("head", expected=f"a head from 0 to {count - 1}", got=repr(head))
-    return parameters.folded(head), _Builder(attention, head)
+    f = getattr(attention, "map", attention)
+
+    def give(name: str, points: HeavyTokens, length: int, source: str, description: str) -> Construction:
+        x = points.tokens(length)
+        return Construction(
+            name, x.to(f.query) if isinstance(f, SelfAttention) else x, head, source, description
+        )
+
+    return parameters.folded(head), give

@@ -28,18 +28,9 @@ _LONG = 30.0
 def zero_query_or_key_inputs(
     f: SelfAttention, length: int, radius: float
 ) -> list[tuple[str, Float64[Tensor, "n d"]]]:
-    """Return named inputs in which one token has a query or key of zero. The list is empty if the attention
-    does not normalise queries or keys.
-
-    Parameters
-    ----------
-    f
-        The attention. Masks, biases, caps and sinks of the scores are ignored.
-    length
-        Number n >= 2 of tokens.
-    radius
-        Largest norm of a token.
-
+    """Return named inputs of n >= 2 tokens in the ball in which one token has a query or key of zero. The
+    list is empty if the attention does not normalise queries or keys. Masks, biases, caps and sinks of its
+    scores are ignored.
     """
     if f.query_norm is None and f.key_norm is None:
         return []

@@ -69,18 +69,9 @@ class RepeatedTokens:
 
 @dataclass(frozen=True, eq=False)
 class AtomSearch:
-    """The result of :func:`search_atoms`: the best inputs of each restart, and lower bounds on ‖D_X f‖ at
-    these inputs.
-
-    Attributes
-    ----------
-    found
-        The best atoms of each restart, sorted by value from high to low.
-    values
-        The lower limit ⟨u, J v⟩ of ‖D_X f‖ for each entry of ``found``.
-    history
-        Table with one row for each restart and step, and columns start, step, value, step_size.
-
+    """The result of :func:`search_atoms`: ``found``, the best atoms of each restart; ``values``, the lower
+    limit ⟨u, J v⟩ of ‖D_X f‖ at each of them, from high to low; and ``history``, a table with one row for
+    each restart and step, and columns start, step, value, step_size.
     """
 
     found: list[RepeatedTokens]

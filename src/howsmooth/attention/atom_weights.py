@@ -18,15 +18,10 @@ __all__ = ["Weighting"]
 class Weighting:
     """The weights and positions of the n atoms of a discrete measure on which attention acts.
 
-    Parameters
-    ----------
-    log_weights
-        Natural logarithms, (n,), of the weights a_j > 0, which sum to one (Definition C.4:
-        P_ij ∝ a_j e^{S_ij}). Logarithms are kept because a weight such as e^-2000 underflows float64.
-    positions
-        Positions s_j in [0, 1], (n,), or None. Under a causal map atom i sees the atoms j with s_j <= s_i,
-        ties included (Definition 2.6). Other maps ignore positions.
-
+    ``log_weights`` (n,) are the natural logarithms of the weights a_j > 0, which sum to one (Definition C.4:
+    P_ij ∝ a_j e^{S_ij}): a weight such as e^-2000 underflows float64. ``positions`` s_j in [0, 1], (n,), or
+    None: under a causal map atom i sees the atoms j with s_j <= s_i, ties included (Definition 2.6). Other
+    maps ignore them.
     """
 
     log_weights: Float[Tensor, " n"]

@@ -18,19 +18,10 @@ class Visibility:
     """An attention mask. It is given by causal order, a window, a boolean matrix or a combination of them, or
     by the positions of the atoms of a measure.
 
-    Parameters
-    ----------
-    n
-        Number of keys.
-    causal, window, mask
-        As for :class:`~howsmooth.attention.SelfAttention`.
-    offset
-        Position of the first query among the keys. The query of row i has position i + offset, by which
-        causal order and window are decided.
-    positions
-        Positions s_j of atoms, which need not be sorted: atom i sees the atoms j with s_j <= s_i
-        (Definition 2.6). No other rule may be given beside them.
-
+    ``n`` is the number of keys; ``causal``, ``window`` and ``mask`` are those of
+    :class:`~howsmooth.attention.SelfAttention`. The query of row i has position i + ``offset``, by which
+    causal order and window are decided. With ``positions`` s_j, which need not be sorted, atom i sees the
+    atoms j with s_j <= s_i (Definition 2.6); no other rule may be given beside them.
     """
 
     n: int

@@ -30,10 +30,6 @@ class BoundsTable(Result, PrintedTable):  # type: ignore[misc]
     NAME: ClassVar[str] = "bounds"
     TITLE: ClassVar[str] = "Bounds on the Lipschitz constant of attention"
 
-    @property
-    def _constructor(self) -> type[PrintedTable]:
-        return PrintedTable  # a part of the rows is no result
-
     def _repr_html_(self) -> str:
         words: str = self.to_html()
         return words

@@ -150,21 +150,8 @@ def effective_rank(state: State) -> float:
 
 
 def numerical_rank(state: State, tolerance: float = 1e-6) -> int:
-    """Return the number of singular values of the tokens (n, d) that are larger than ``tolerance`` times the
-    largest one.
-
-    Parameters
-    ----------
-    state
-        Tokens (n, d) or a measure.
-    tolerance
-        A number in [0, 1).
-
-    Raises
-    ------
-    ArgumentError
-        If the tolerance is not in [0, 1).
-
+    """Return how many singular values of the tokens (n, d), or of the atoms of a measure, are larger than
+    ``tolerance`` times the largest one. Raise ArgumentError unless ``tolerance`` is in [0, 1).
     """
     check_number("tolerance", tolerance, "a number from 0 up to 1", lambda number: 0 <= number < 1)
     sigma = _singular_values(state)

@@ -39,9 +39,9 @@ class System(abc.ABC):
     def velocity(self, begin: float, end: float) -> Velocity:
         """Return the velocity of ``y`` between the times, where it does not jump, as a function (t, y)."""
 
-    @abc.abstractmethod
     def layer(self, begin: float, end: float) -> Velocity:
         """Return the velocity v of the residual layers y ↦ y + h v(y) with step size h."""
+        return self.velocity(begin, end)
 
     def project(self, y: Tensor) -> Tensor:
         """Project the state ``y`` of the flow onto the set in which the flow must stay, such as a sphere."""
@@ -148,20 +148,9 @@ class Moments(System):
 
         return affine
 
-    def layer(self, begin: float, end: float) -> Velocity:
-        """Return :meth:`velocity`: a residual layer maps N(α, Σ) by x ↦ x + h (M x + c)."""
-        return self.velocity(begin, end)
-
     def restart(self, y: Tensor) -> Tensor:
         """Represent the Gaussian by the symmetric square root of its covariance."""
         return _pack(*_unpack(y))
-
-    def project(self, y: Tensor) -> Tensor:
-        """Return ``y`` unchanged, because a flow of Gaussians has no constraint such as a sphere."""
-        return y
-
-    def drift(self, y: Tensor) -> None:
-        """Return None, because a flow of Gaussians has no constraint such as a sphere."""
 
     def finite(self, y: Tensor) -> bool:
         """Check the covariance as well as its root, because it overflows before the root."""

@@ -139,17 +139,8 @@ class ProjectionJacobian(LinearOperator):
 
 
 class ChainJacobian(LinearOperator):
-    """The Jacobian of several time steps of a flow: the product of the Jacobians of the single steps.
-
-    Parameters
-    ----------
-    step
-        Function that returns the Jacobian of step i; it may compute the Jacobian again at each call.
-    count
-        Number of steps in the chain, at least one.
-    rounding
-        Relative rounding error of the products, as in :class:`LinearOperator`.
-
+    """The Jacobian of ``count`` >= 1 time steps of a flow: the product of the Jacobians ``step(i)`` of the
+    single steps, which may be computed again at each call.
     """
 
     def __init__(self, step: Callable[[int], LinearOperator], count: int, rounding: Tensor) -> None:

@@ -11,8 +11,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from howsmooth.attention import Compose, Residual, SelfAttention, StagedAttention, TokenMap
+from howsmooth.attention import SelfAttention, StagedAttention, TokenMap
 from howsmooth.attention.atom_weights import Weighting
+from howsmooth.attention.compositions import layers
 from howsmooth.dynamics.flow_equations import Tokens
 from howsmooth.dynamics.flow_jacobian import (
     TABLEAUX,
@@ -60,25 +61,10 @@ class _Step:
 class LinearisedFlow:
     """One trajectory of a flow with fixed time steps, together with the Jacobian of each step.
 
-    On a sphere, tokens are projected onto it after each step, and only tangent perturbations count.
-
-    Parameters
-    ----------
-    system
-        The field and the start: tokens (n, d) or the atoms of a measure, float64.
-    times
-        Increasing times, the first of which is the time of the start.
-    plan
-        A plan with a fixed-step method. Each interval between two times or switches of the field is divided
-        into equal steps.
-    kept_bytes
-        Bytes for Jacobians that are kept. A Jacobian that is not kept is computed again for each use.
-
-    Raises
-    ------
-    NonFiniteError
-        If the flow leaves the range of float64; the message names the time.
-
+    On a sphere, tokens are projected onto it after each step, and only tangent perturbations count. The first
+    of the ``times`` is that of the start, in float64; each interval between two of them, or switches of the
+    field, is divided into equal steps. Jacobians that do not fit into ``kept_bytes`` are computed again for
+    each use. A NonFiniteError names the time at which the flow leaves the range of float64.
     """
 
     def __init__(self, system: Tokens, times: list[float], plan: Integration, kept_bytes: int) -> None:
@@ -132,16 +118,17 @@ class LinearisedFlow:
         """Return the Jacobians of the velocity at all points where Runge–Kutta step ``i`` evaluates it."""
         if i in self._kept:
             return self._kept[i]
-        step, field = self.steps[i], self.system.field
+        field = self.system.field
         if self.plan.method == "residual" and isinstance(field, Sphere):
             field = field.field
-        made = [
-            _linearise(field, step.interval, t, x, self.system.weighting)
-            for t, x in zip(step.times, step.points, strict=True)
-        ]
+        made = self._linearised(field, self.steps[i])
         if len(self._kept) < self._keep:
             self._kept[i] = made
         return made
+
+    def _linearised(self, field: Field, step: _Step) -> list[LinearOperator]:
+        at = zip(step.times, step.points, strict=True)
+        return [_linearise(field, step.interval, t, x, self.system.weighting) for t, x in at]
 
     def rates(self, i: int) -> list[LinearOperator]:
         """Return the Jacobians of the velocity at the stages of step ``i``, which determine the growth rate
@@ -156,11 +143,7 @@ class LinearisedFlow:
         if self.plan.method == "residual":
             # The stages hold the unprojected velocity. With the projection after each layer, the velocity
             # along the sphere is the projected one, so it is differentiated here.
-            step = self.steps[i]
-            stages = [
-                _linearise(self.system.field, step.interval, t, x, self.system.weighting)
-                for t, x in zip(step.times, step.points, strict=True)
-            ]
+            stages = self._linearised(self.system.field, self.steps[i])
         along = [ProjectionJacobian(x[None]) for x in self.steps[i].points]
         return [
             ComposedJacobian(tangent, ComposedJacobian(stage, tangent))
@@ -219,22 +202,11 @@ def _linearise(
 
 def _bytes(system: Tokens) -> int:
     field = system.field.field if isinstance(system.field, Sphere) else system.field
-    if isinstance(field, MapField):
-        matrices = _matrices(field.map)
-    elif isinstance(field, Layers):
-        matrices = max(_matrices(f) for f in field.maps)
-    else:
-        matrices = _AUTODIFF_COPIES
+    maps = field.maps if isinstance(field, Layers) else [field.map] if isinstance(field, MapField) else []
+    matrices = max(map(_matrices, maps), default=_AUTODIFF_COPIES)
     return matrices * system.start.shape[0] ** 2 * system.start.element_size()
 
 
 def _matrices(f: TokenMap) -> int:
-    match f:
-        case SelfAttention() | StagedAttention():
-            return f.heads
-        case Residual():
-            return _matrices(f.inner)
-        case Compose():
-            return _matrices(f.outer) + _matrices(f.inner)
-        case _:
-            return 1 if has_closed_form(f) else _AUTODIFF_COPIES
+    heads = [one.heads for one in layers(f) if isinstance(one, SelfAttention | StagedAttention)]
+    return (sum(heads) or 1) if has_closed_form(f) else _AUTODIFF_COPIES

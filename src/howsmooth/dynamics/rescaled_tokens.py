@@ -165,18 +165,7 @@ def rescaled(trajectory: Trajectory, value: Tensor | SelfAttention) -> Trajector
 
 def value_matrix(attention: SelfAttention) -> Float[Tensor, "d d"]:
     """Return the sum V = Σ_h O_h V_h over the heads h of an attention layer, with output matrices O_h and
-    value matrices V_h.
-
-    Parameters
-    ----------
-    attention
-        The attention layer, whose outputs have the dimension d of its tokens.
-
-    Raises
-    ------
-    ArgumentError
-        If d_out is not d, or the attention has sinks.
-
+    value matrices V_h. Raise ArgumentError if d_out is not d, or the attention has sinks.
     """
     return _head_matrices(attention).sum(dim=0)
 

@@ -127,28 +127,13 @@ Compute = Callable[[ScoreBlock, tuple[Tensor, ...], tuple[Shape, ...]], tuple[Te
 class BlockMap:
     """A function of tensors that is computed as a sum over blocks of query rows.
 
-    Parameters
-    ----------
-    grid
-        The blocks.
-    compute
-        Computes the summands of one block, in pure operations that PyTorch can differentiate.
-    inputs
-        Kind of each input tensor.
-    outputs
-        Kind and shape of each result.
-    closed_forward, closed_reverse
-        :meth:`forward`, with the shapes of the results, and :meth:`reverse` in closed form. If one is None,
-        PyTorch differentiates ``compute``.
-    extra
-        Lengths of the axes that vmap has added since the map was made, in front of the shapes of all results.
-    kernel
-        Computes all blocks at once, from tensors with five axes of which the first has its full length; or
-        None.
-    kept
-        Number of further results of the kernel. They have no derivatives, and are passed to every derivative
-        after the tensors.
-
+    ``inputs`` are the kinds of the input tensors, ``outputs`` the kinds and shapes of the results.
+    ``compute`` computes the summands of one block of ``grid``, in pure operations that PyTorch can
+    differentiate; unless ``closed_forward`` and ``closed_reverse`` are :meth:`forward`, with the shapes of
+    the results, and :meth:`reverse` in closed form. ``extra`` are the lengths of the axes that vmap has
+    added since the map was made, in front of the shapes of all results. A ``kernel`` computes all blocks at
+    once, from tensors with five axes of which the first has its full length. Its ``kept`` further results
+    have no derivatives, and are passed to every derivative after the tensors.
     """
 
     grid: Grid

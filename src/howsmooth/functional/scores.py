@@ -31,21 +31,10 @@ PARTS: Mapping[str, Part] = {
 class Scores:
     """The rule of the scores S = c tanh(s/c) + mask + bias with s = scale · q kᵀ.
 
-    Parameters
-    ----------
-    grid
-        Axes of the scores, with the rules of causal order and window.
-    scale
-        Factor of q kᵀ.
-    softcap
-        c; None for S = s + mask + bias.
-    names
-        Names of the tensors: ``q``, ``k``, ``v``, and any of ``seen`` (True where a query sees a key),
-        ``mask`` and ``bias`` (numbers that are added), ``sinks`` (the score of one more key whose value is
-        zero), and ``seed`` (of dropout, one int32 for each index of the leading axis).
-    dropout
-        Probability that an entry of P is dropped; used with ``seed`` only.
-
+    ``names`` are those of the tensors: ``q``, ``k``, ``v``, and any of ``seen`` (True where a query sees a
+    key), ``mask`` and ``bias`` (numbers that are added), ``sinks`` (the score of one more key whose value is
+    zero), and ``seed`` (of dropout, one int32 for each index of the leading axis). ``softcap`` is c, None
+    for S = s + mask + bias. With ``seed``, ``dropout`` is the probability that an entry of P is dropped.
     """
 
     grid: Grid

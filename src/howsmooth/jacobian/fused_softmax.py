@@ -46,13 +46,8 @@ _SMALLER = (TileSize(64, 64, 4, 1), TileSize(64, 32, 4, 1), TileSize(32, 32, 4, 
 
 @dataclass(frozen=True)
 class FusedDerivative(StreamedDerivative):
-    """The derivative of softmax attention in float32, with products computed by Triton kernels.
-
-    Parameters
-    ----------
-    parts
-        Number of bfloat16 parts of a float32 number: three parts hold all of its 24 bits, two hold 16.
-
+    """The derivative of softmax attention in float32, with products computed by Triton kernels. A float32
+    number is split into bfloat16 ``parts``: three hold all of its 24 bits, two hold 16.
     """
 
     parts: int = 3

@@ -68,17 +68,9 @@ class SoftmaxDerivative(Tile):
     the key head. At a measure, tangents and cotangents are multiplied by the square roots of the weights
     (documentation page "The local constant of mean-field attention").
 
-    Parameters
-    ----------
-    mean
-        The outputs O, shifted as the values are.
-    sink
-        One further key of each head, or None.
-    moments
-        Moments under P in float64, for the proof of the rounding error; None in float32 and at measures.
-    log_range
-        At a measure the largest |log a_j|, whose rounding is an error in the exponents.
-
+    ``mean`` are the outputs O, shifted as the values are. ``moments`` under P in float64, for the proof of
+    the rounding error, are None in float32 and at measures. ``log_range`` is the largest |log a_j| at a
+    measure, whose rounding is an error in the exponents.
     """
 
     mean: OfOutputs

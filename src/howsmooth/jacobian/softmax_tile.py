@@ -42,15 +42,9 @@ class Tile:
     At a measure with weights a_i, tangents are multiplied by √a_i (Definition C.4), and
     P̃_ij = √(a_i/a_j) P_ij takes the place of P before tangents of keys and values.
 
-    Parameters
-    ----------
-    q, k, v
-        Scaled queries, keys and values. The derivative stays as it is if one vector is subtracted from all
-        values and, without a cap, one from all keys.
-    p
-        P̃, which is P for a sequence of tokens.
-    slope, slope_of_keys
-        P∘D and P̃∘D. One tensor where they are equal, ``p`` itself without a cap.
+    The derivative stays as it is if one vector is subtracted from all values and, without a cap, one from
+    all keys. ``q`` are scaled queries, and ``p`` is P̃, which is P for a sequence of tokens. ``slope`` and
+    ``slope_of_keys`` are P∘D and P̃∘D: one tensor where they are equal, ``p`` itself without a cap.
     """
 
     q: OfQueries
@@ -105,18 +99,12 @@ class WholeRows:
     In the methods ``d`` holds tangents by name, ``u`` is the cotangent U of the output, and ``du`` the
     tangent of ``u``; missing ones count as zero.
 
-    Parameters
-    ----------
-    x, p
-        ``q`` (scaled), ``k`` and ``v``, where further tensors that enter the scores are read from ``d`` only;
-        and P, whose rows are zero where they see no key.
-    scale
-        The factor of q in the scores, by which tangents and cotangents of ``q`` are multiplied.
-    softcap, tanh, sink
-        c and tanh(s / c); the probability of the sink in each row, (…, rows, 1). None where there is none.
-    dropout
-        The constant matrix M, of the entries 0 and 1/(1 − p), by which dropout multiplies P where it meets
-        the values; None without dropout. Then O = (P∘M) v, A = (U vᵀ)∘M and v̄ = (P∘M)ᵀ U.
+    ``x`` has ``q`` (scaled), ``k`` and ``v``; further tensors that enter the scores are read from ``d``
+    only. ``p`` is P, whose rows are zero where they see no key. ``scale`` is the factor of q in the scores,
+    by which tangents and cotangents of ``q`` are multiplied. ``softcap`` and ``tanh`` are c and tanh(s / c),
+    and ``sink`` the probability of the sink in each row, (…, rows, 1). ``dropout`` is the constant matrix M,
+    of the entries 0 and 1/(1 − p), by which dropout multiplies P where it meets the values: O = (P∘M) v, A =
+    (U vᵀ)∘M and v̄ = (P∘M)ᵀ U.
     """
 
     x: Mapping[str, Tensor]

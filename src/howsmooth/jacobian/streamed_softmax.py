@@ -56,21 +56,12 @@ class StreamedDerivative:
     The fields ``q``, ``k``, ``v``, ``mean``, ``sink`` and ``moments`` are those of
     :class:`~howsmooth.jacobian.softmax.SoftmaxDerivative`.
 
-    Parameters
-    ----------
-    lse
-        log Σ_j e^{S_ij}, the logarithm of the denominator of each row's softmax, float64.
-    exact
-        Queries and keys in float64, from which scores are formed; None if ``q`` and ``k`` serve. If scores
-        are large, their rounding in float32 would be an error in the exponent. If there is a sink, these
-        keys are unshifted.
-    kappa
-        κ = max|q| max|k| of each member, float64 on the CPU.
-    visibility, features
-        Rules that say which keys a query sees; cap, biases, masks and sinks of the scores.
-    kv_heads
-        Key heads of a member.
-
+    ``lse`` is log Σ_j e^{S_ij}, the logarithm of the denominator of each row's softmax, float64, and
+    ``kappa`` is max|q| max|k| of each member, float64 on the CPU. Scores are formed from ``exact``, the
+    queries and keys in float64, if that is given: if they are large, their rounding in float32 would be an
+    error in the exponent. If there is a sink, these keys are unshifted. ``visibility`` and ``features`` say
+    which keys a query sees, and have cap, biases, masks and sinks of the scores. ``kv_heads`` counts the key
+    heads of a member.
     """
 
     q: Float[Tensor, "b group m key_dim"]

@@ -46,17 +46,13 @@ __all__ = ["DenseBlocks", "TokenBlocks", "token_blocks"]
 class TokenBlocks:
     """The blocks J_ij = ∂y_i/∂x_j of a Jacobian at one sequence, for a group of pairs (i, j) at a time.
 
-    Parameters
-    ----------
-    weights
-        A rough estimate of the norm of each block, which is zero if the block is zero. Off the diagonal it is
-        the largest P_ij of all heads, without the norms of matrices and tokens.
-    tile
-        A function of the tokens i and j of some pairs, a factor for each, and dtypes. For each dtype it
-        returns the blocks of the pairs times the factors, as operators (1, d) -> (1, d_out). Either all pairs
-        lie on the diagonal i = j, or none does. With the reciprocals of the weights as factors, the blocks
-        stay in the range of the dtypes.
+    ``weights`` are rough estimates of the norms of the blocks, zero if a block is zero. Off the diagonal it
+    is the largest P_ij of all heads, without the norms of matrices and tokens.
 
+    ``tile`` is a function of the tokens i and j of some pairs, a factor for each, and dtypes. For each dtype
+    it returns the blocks of the pairs times the factors, as operators (1, d) -> (1, d_out). Either all pairs
+    lie on the diagonal i = j, or none does. With the reciprocals of the weights as factors, the blocks stay
+    in the range of the dtypes.
     """
 
     weights: Float[Tensor, "n n"]

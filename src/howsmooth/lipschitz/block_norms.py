@@ -96,26 +96,14 @@ def block_norms(
     """Measure the spectral norms of the blocks ∂y_i/∂x_j of a Jacobian, for some output tokens i and all
     input tokens j.
 
-    Parameters
-    ----------
-    jacobian
-        The blocks in closed form, which are measured in tiles of pairs of tokens; or the Jacobian of one
-        sequence as an operator, whose blocks are formed as matrices: by rows for one output token at a time,
-        or by columns for one input token at a time.
-    outputs
-        The output tokens.
-    dtype
-        The dtype of the solver with blocks in closed form; its results are checked in float64.
-    solver
-        The solver, with a seed for each input token times the number of outputs.
-    on_output
-        Called with the number of output tokens that are done, with a fraction for the current one, and the
-        number of all; blocks in closed form are done in the order of their tiles, so the first number is
-        then an average.
-    readout
-        The matrix of a linear layer that follows the map: then the blocks of the composition are measured.
-        Only for an operator.
-
+    ``jacobian`` are the blocks in closed form, which are measured in tiles of pairs of tokens; or it is the
+    Jacobian of one sequence as an operator, whose blocks are formed as matrices: by rows for one output
+    token at a time, or by columns for one input token at a time. ``dtype`` is that of the solver with blocks
+    in closed form; its results are checked in float64. ``solver`` has a seed for each input token times the
+    number of outputs. ``on_output`` is called with the number of output tokens that are done, with a
+    fraction for the current one, and the number of all; blocks in closed form are done in the order of their
+    tiles, so the first number is then an average. ``readout``, only for an operator, is the matrix of a
+    linear layer that follows the map: then the blocks of the composition are measured.
     """
     told = on_output or (lambda done, total: None)
     if isinstance(jacobian, TokenBlocks):

@@ -77,19 +77,9 @@ def token_wise_lipschitz(
     """Bound from both sides the largest change of the given output tokens if every input token changes by at
     most one in norm.
 
-    Parameters
-    ----------
-    f, x
-        The map and its tokens.
-    jacobian
-        The Jacobian of the map at the tokens (:func:`~howsmooth.lipschitz.block_norms.sequence_jacobian`).
-    norms
-        The norms of the blocks of this Jacobian.
-    outputs
-        The output token of each row of ``norms``.
-    rtol, seed
-        As for :func:`token_wise_ascent`.
-
+    ``jacobian`` is that of ``f`` at its tokens ``x``
+    (:func:`~howsmooth.lipschitz.block_norms.sequence_jacobian`), and ``norms`` are those of its blocks, with
+    a row for each of the ``outputs``. ``rtol`` and ``seed`` are as for :func:`token_wise_ascent`.
     """
     sums = norms.value.sum(dim=1)
     tried = [outputs[k] for k in sums.argsort(descending=True)[:_CANDIDATES].tolist()]
@@ -113,24 +103,10 @@ def token_wise_ascent(
     operator: LinearOperator, outputs: Sequence[int], *, rtol: float, seed: int
 ) -> tuple[int, Float[Tensor, "n d"], float]:
     """Search for changes of all input tokens, each of norm at most one, that maximise the change of one of
-    the given output tokens.
+    the given output tokens. Return that token i, the tangents e (n, d), and the value |Σ_j J_ij e_j|.
 
-    Parameters
-    ----------
-    operator
-        The Jacobian at one sequence, with tokens (n, d) as input, and (n_out, d_out) or (d_out,) as output.
-    outputs
-        The output tokens at which the ascent is tried.
-    rtol
-        The ascent ends when a step raises the value by less than this share.
-    seed
-        Seed of the directions at which the ascent starts.
-
-    Returns
-    -------
-    tuple
-        The output token i, the tangents e (n, d), and the value |Σ_j J_ij e_j|.
-
+    ``operator`` is the Jacobian at one sequence, with tokens (n, d) as input, and (n_out, d_out) or (d_out,)
+    as output. The ascent ends when a step raises the value by less than the share ``rtol``.
     """
     generator = torch.Generator().manual_seed(torch_seed(seed))
     best = (outputs[0], torch.zeros(operator.in_shape, dtype=operator.dtype, device=operator.device), -1.0)

@@ -89,7 +89,8 @@ def conditional_wasserstein(
         _log_masses(logs, group) for logs, group in zip((pair.log_a, pair.log_b), groups, strict=True)
     )
     if len(masses[0]) != len(masses[1]) or not bool(np.all(np.abs(masses[0] - masses[1]) <= alike)):
-        return _infinite(one, order, options)
+        value = torch.tensor(math.inf, dtype=torch.float64, device=one.device)
+        return Transport(value, math.inf, math.inf, None, "conditional", True, order, options.rtol)
     answer = _total(pair, groups, masses, options)
     return transport_of(pair, answer, "conditional", options, (one, other))
 
@@ -191,11 +192,6 @@ def _log_masses(logs: ndarray, group: ndarray) -> ndarray:
 def _members(group: ndarray, count: int) -> list[ndarray]:
     order = np.argsort(group, kind="stable")
     return np.split(order, np.searchsorted(group[order], np.arange(1, count)))
-
-
-def _infinite(like: DiscreteMeasure, p: float, options: Options) -> Transport:
-    value = torch.tensor(math.inf, dtype=torch.float64, device=like.device)
-    return Transport(value, math.inf, math.inf, None, "conditional", True, p, options.rtol)
 
 
 # ---- checks of arguments

@@ -89,17 +89,6 @@ class Pair:
         a, b = np.exp(self.log_a[here]), np.exp(self.log_b[there])
         return TransportProblem(self.x[here], self.y[there], a / math.fsum(a), b / math.fsum(b), self.p)
 
-    @property
-    def reach_of_light_atoms(self) -> float:
-        """Upper bound on the change of the distance W_p when atoms of negligible weight are left out.
-
-        The bound is the sum of m^{1/p} over the masses m of these atoms.
-        """
-        here, there = self.kept
-        # No distance exceeds one, so mass m changes W_p by at most m^{1/p}.
-        light = [logs[~kept] for logs, kept in ((self.log_a, here), (self.log_b, there)) if not kept.all()]
-        return math.fsum(math.exp(float(logsumexp(logs)) / self.p) for logs in light)
-
     def matched(self) -> Answer | None:
         """Return the distance W_p if a simple test proves that moving each atom x_i to y_i is optimal, and
         None otherwise.
@@ -144,7 +133,10 @@ class Pair:
         """
         here, there = (np.flatnonzero(kept) for kept in self.kept)
         plan = TransportPlan(here[solution.plan.rows], there[solution.plan.columns], solution.plan.masses)
-        slack = self.reach_of_light_atoms
+        # No distance exceeds one, so leaving out atoms of total mass m changes W_p by at most m^{1/p}.
+        measures = zip((self.log_a, self.log_b), self.kept, strict=True)
+        light = [float(logsumexp(logs[~kept])) for logs, kept in measures if not kept.all()]
+        slack = math.fsum(math.exp(log / self.p) for log in light)
         # The p-th roots of the cost's limits are rounded outwards, and light atoms widen the interval.
         above = solution.above ** (1 / self.p)
         with np.errstate(divide="ignore"):

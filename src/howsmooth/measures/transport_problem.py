@@ -154,7 +154,9 @@ class TransportProblem:
             block = self.costs[rows] * (1 - self.rounding)
             f[rows] = (block - right).min(axis=1)
             np.minimum(g, (block - f[rows, None]).min(axis=0), out=g)
-        return self.dual_value(f, g), f, g
+        terms = np.concatenate((self.a * f, self.b * g))
+        # The error of the sum is at most that of the potentials and of their products.
+        return math.fsum(terms) - 4 * EPSILON * math.fsum(np.abs(terms)), f, g
 
     def nearest_below(self) -> float:
         """Return the cost of moving every mass to the nearest point of the other measure, a lower limit of
@@ -164,14 +166,6 @@ class TransportProblem:
         """
         distances, _ = cKDTree(self.y).query(self.x)
         return math.fsum(self.a * distances**self.p) * (1 - self.rounding)
-
-    def dual_value(self, f: Float[ndarray, " n"], g: Float[ndarray, " m"]) -> float:
-        """Return the value of the dual potentials f and g in the dual transport problem, rounded down.
-
-        The value is Σ a_i f_i + Σ b_j g_j, less a bound on the rounding of the potentials and products.
-        """
-        terms = np.concatenate((self.a * f, self.b * g))
-        return math.fsum(terms) - 4 * EPSILON * math.fsum(np.abs(terms))
 
     def _blocks(self) -> Iterator[slice]:
         height = max(1, _BLOCK_PAIRS // len(self.b))

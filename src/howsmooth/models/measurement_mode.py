@@ -64,7 +64,8 @@ def measurement_mode(model: nn.Module, keep: Collection[str] = ()) -> Iterator[N
         if "cache" not in keep and getattr(config, "use_cache", False):
             changes.append((config, "use_cache", False))
         # transformers' grouped matrix product of experts does not support float64.
-        if hasattr(config, "_experts_implementation_internal") and _in_float64(model):
+        float64 = any(p.dtype == torch.float64 for p in model.parameters())
+        if hasattr(config, "_experts_implementation_internal") and float64:
             changes.append((config, "_experts_implementation_internal", "eager"))
     with (
         _changed(changes),
@@ -128,10 +129,6 @@ def own_attention(model: nn.Module, function: Callable[..., Any]) -> Iterator[No
         # The interfaces have a public method to register a name, but none to remove it.
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
-
-
-def _in_float64(model: nn.Module) -> bool:
-    return any(p.dtype == torch.float64 for p in model.parameters())
 
 
 def implementation(model: nn.Module) -> str:

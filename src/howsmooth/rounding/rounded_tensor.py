@@ -243,10 +243,6 @@ def _setitem(func: Any, x: Any, index: Any, value: Any) -> None:
     x.relative = x.worst = math.inf
 
 
-def _new(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return made(func(plain(x), *args, **kwargs), 0.0)
-
-
 def _add(func: Any, x: Any, y: Any) -> Any:
     found = {"rsub": torch.sub, "__rsub__": torch.sub}.get(func.__name__)
     value = func(_bare(x), _bare(y)) if found is None else torch.sub(_bare(y), _bare(x))
@@ -461,7 +457,10 @@ RULES: dict[str, Any] = {
     **dict.fromkeys(("sum", "mean"), _sum),
     **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__"), _matmul),
     **dict.fromkeys(("cat", "stack"), _joined),
-    **dict.fromkeys(("new_zeros", "new_empty", "zeros_like"), _new),
+    **dict.fromkeys(
+        ("new_zeros", "new_empty", "zeros_like"),
+        lambda func, x, *args, **kwargs: made(func(plain(x), *args, **kwargs), 0.0),
+    ),
     "full_like": lambda func, x, fill: made(func(plain(x), fill), FUZZ * abs(fill) * math.sqrt(x.numel())),
     "__iter__": lambda func, x: iter(_view(torch.unbind, x)),
     "square": lambda func, x: _mul(torch.mul, x, x),

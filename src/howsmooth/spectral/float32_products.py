@@ -26,16 +26,10 @@ _NEGLIGIBLE = 1 / 20
 class CheckedProducts(LinearOperator):
     """A float32 operator. What a solver finds with it is checked by products of the same maps in float64.
 
-    Parameters
-    ----------
-    single
-        The operator whose products a solver iterates.
-    exact
-        The operator of float64 products; or a function that makes it, where memory has no room for both: then
-        ``single`` is given up before.
-    basis_bytes
-        Bytes for the basis of a run with float64 products, where float32 has lost too many digits: None
-        without a limit, and 0 for no such run.
+    ``single`` is the operator whose products a solver iterates, and ``exact`` that of float64 products; or a
+    function that makes it, where memory has no room for both: then ``single`` is given up before.
+    ``basis_bytes`` are the bytes for the basis of a run with float64 products, where float32 has lost too
+    many digits: None without a limit, and 0 for no such run.
     """
 
     def __init__(

@@ -135,16 +135,10 @@ def lanczos_together(
     """Return the largest singular values of several operators. Their Lanczos runs go in step, so that they
     can share products.
 
-    Parameters
-    ----------
-    operators, starts, rtol, confidence, max_iterations
-        As for :func:`lanczos`; the shapes of the operators may differ.
-    products
-        A function of operators and their vectors that returns ``operator.energy_product(vectors)`` of each.
-        The operators that it is given have only the members that have not finished.
-    sizes
-        Dimension N of the input space of each member of each operator, if members are smaller than the
-        input space of their operator. Starts and products must be zero in the other coordinates.
+    The arguments are those of :func:`lanczos`; the shapes of the operators may differ. ``products`` returns
+    ``operator.energy_product(vectors)`` of each operator that it is given, which has only the members that
+    have not finished. ``sizes`` are the dimensions N of the input space of each member of each operator, if
+    members are smaller than the input space: starts and products must be zero in the other coordinates.
     """
     settings = _Settings(rtol, confidence, max_iterations)
     of_each: Sequence[Sequence[int] | None] = sizes or [None] * len(operators)

@@ -32,15 +32,8 @@ class ProductError:
     J is the exact map, and J̃ the map that the stored numbers of the operator define in exact arithmetic. The
     bounds are float64 tensors on the CPU.
 
-    Parameters
-    ----------
-    model
-        Upper bound of ‖J̃ − J‖.
-    rounding
-        Upper bound of |computed J̃ v − J̃ v| / |v| for all v, and of the same for the adjoint.
-    size
-        Upper bound of ‖J‖ and ‖J̃‖.
-
+    ``model`` is an upper bound of ‖J̃ − J‖, ``rounding`` one of |computed J̃ v − J̃ v| / |v| for all v, and
+    of the same for the adjoint, and ``size`` one of ‖J‖ and ‖J̃‖.
     """
 
     model: Float[Tensor, " batch"]

@@ -33,14 +33,6 @@ def start_quantile(dimension: int, confidence: float) -> float:
     A Gaussian start in R^N, N = ``dimension``, has a squared cosine of at least x_δ with any fixed direction,
     with probability ``confidence`` = 1 − δ. The result x_δ is the δ-quantile of Beta(1/2, (N−1)/2), or 1 in
     dimension 1.
-
-    Parameters
-    ----------
-    dimension
-        The dimension N >= 1 of the start vector.
-    confidence
-        The probability 1 − δ, in (0, 1).
-
     """
     if dimension == 1:
         return 1.0
@@ -73,16 +65,10 @@ def a_posteriori_upper(
     |p_k(λ_1)| √x_δ ≤ 1 with the stated confidence, and λ_1 is at most the root t > θ_1 of
     Σ log(t − θ_i) − Σ log β_j = −½ log x_δ (van Dorsselaer, Hochstenbach, van der Vorst 2000).
 
-    Parameters
-    ----------
-    theta
-        The k Ritz values of JᵀJ, for each member.
-    log_off_diagonals
-        Σ_j log β_j over the k off-diagonals of the tridiagonal matrix, the residual one included;
-        −inf after a breakdown, where the limit is θ_1 itself.
-    quantile
-        x_δ from :func:`start_quantile`: one number for all members, or one for each.
-
+    ``theta`` are the k Ritz values of each member. ``log_off_diagonals`` is Σ_j log β_j over the k
+    off-diagonals of the tridiagonal matrix, the residual one included; −inf after a breakdown, where the
+    limit is θ_1 itself. ``quantile`` is x_δ from :func:`start_quantile`: one number for all members, or one
+    for each.
     """
     theta = np.sort(theta, axis=-1)
     top, gaps = theta[..., -1], theta[..., -1:] - theta[..., :-1]
@@ -131,19 +117,10 @@ def rounded_upper(
     largest t > θ_1 with √x_δ ≤ γ_k [(t − T)⁻¹]_1k + ‖(t − T)⁻¹ e_1‖ ‖F‖. Proof: documentation page "Rounding,
     proved".
 
-    Parameters
-    ----------
-    diagonal, off
-        The entries of T of one member, the residual off-diagonal γ_k among them.
-    quantile
-        x_δ from :func:`start_quantile`.
-    error
-        Bound on the rounding error of a product with J or its adjoint, relative to the length of the vector.
-    taken
-        Frobenius norm of the components that reorthogonalisation has subtracted from the vectors.
-    rtol
-        Requested relative width of the interval. A limit that gives a far narrower interval is not refined.
-
+    ``diagonal`` and ``off`` are the entries of T of one member, the residual off-diagonal γ_k among them,
+    and ``quantile`` is x_δ. ``error`` bounds the rounding error of a product with J or its adjoint, relative
+    to the length of the vector; ``taken`` is the Frobenius norm of what reorthogonalisation has subtracted
+    from the vectors. A limit that gives an interval far narrower than ``rtol`` is not refined.
     """
     k = len(diagonal)
     theta = ritz_values(diagonal, off[:-1])

@@ -29,14 +29,8 @@ _Exponents = Int[np.ndarray, " batch"]
 class PowersOfTwo:
     """The exponents of the powers of two by which each map J of a batch is multiplied.
 
-    Attributes
-    ----------
-    total
-        The scaled map is 2^total · J.
-    before, adjoint_before
-        The share of ``total`` by which vectors are multiplied before products with J and with Jᵀ; the rest
-        multiplies the products.
-
+    The scaled map is 2^total · J. ``before`` and ``adjoint_before`` are the shares of ``total`` by which
+    vectors are multiplied before products with J and with Jᵀ; the rest multiplies the products.
     """
 
     total: _Exponents

@@ -94,7 +94,10 @@ def _figures(measurements: pd.DataFrame, kinds: Mapping[str, str], *, overviews:
         rows, (model, text, scope) = families[names], map(str, names)
         kind = kinds.get(text, "text")
         what = f"{readable(model)}, {scope_in_words(rows.iloc[0])}, {kind_in_words(kind)} {readable(text)}"
-        parts = _parts_of(rows)
+        parts = [
+            _Part(int(place["layer"]), None if pd.isna(place["head"]) else int(place["head"]), own, fit)
+            for place, own, fit in fitted_groups(rows, ("layer", "head"))
+        ]
         if len(parts) > 1:
             every = "every layer and head" if parts[0].head is not None else "every layer"
             stem, title = file_stem(model, text, scope, "overview"), f"{what}: {every}"
@@ -118,13 +121,6 @@ class _Part(NamedTuple):
     @property
     def stem(self) -> list[str]:
         return [f"layer-{self.layer:02d}", *([] if self.head is None else [f"head-{self.head:02d}"])]
-
-
-def _parts_of(table: pd.DataFrame) -> list[_Part]:
-    return [
-        _Part(int(names["layer"]), None if pd.isna(names["head"]) else int(names["head"]), rows, fit)
-        for names, rows, fit in fitted_groups(table, ("layer", "head"))
-    ]
 
 
 @styled

@@ -143,16 +143,9 @@ def forms(at: HeadsAt) -> Mapping[str, Form]:
 def checked_input(attention: object, X: object) -> tuple[SelfAttention, Tensor]:
     """Check an attention and its tokens, and return both converted to float64 on the CPU.
 
-    For a captured site, X = None stands for the tokens of the site.
-
-    Raises
-    ------
-    ArgumentError
-        If ``attention`` is no SelfAttention, site of one, Head or Parameters, a norm acts on all heads
-        together, or X does not fit.
-    NonFiniteError
-        If an entry of X is NaN or infinite.
-
+    For a captured site, X = None stands for the tokens of the site. ArgumentError is raised if ``attention``
+    is no SelfAttention, site of one, Head or Parameters, a norm acts on all heads together, or X does not
+    fit; NonFiniteError if an entry of X is NaN or infinite.
     """
     f = attention
     if isinstance(f, SiteLike) and not isinstance(f, SelfAttention):

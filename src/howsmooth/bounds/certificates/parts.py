@@ -76,7 +76,7 @@ def moving_keys(at: HeadsAt, weights: Weights) -> Enclosed:
         outer = (head.q[:, :, None] * head.q[:, None, :]).flatten(1)
         squares = ((a * c.upper[:, None]).mT @ outer).unflatten(1, (head.q.shape[1], -1))
         slack.append((relative + gamma(2 * head.q.shape[1] + 16)) * head.turn_norm**2 * _traces(squares))
-        sums.append(head.key_blocks(squares))
+        sums.append(squares if head.turns is None else head.turns.mT @ squares @ head.turns)
     phi = sandwich(_keys(at), sums, slack, weights.nu_square * q)
     return Enclosed(above((phi.upper / q).amax(), 8), (phi.plain / q).amax()).root()
 

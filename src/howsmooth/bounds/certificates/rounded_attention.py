@@ -70,10 +70,6 @@ class HeadAt:
         """An upper bound on ‖T_j‖ for all keys j, which also holds for the absolute values of its entries."""
         return 1.0 if self.turns is None else float(absolute_norms_above(self.turns).amax())
 
-    def key_blocks(self, g: Float[Tensor, "n key_dim key_dim"]) -> Float[Tensor, "n key_dim key_dim"]:
-        """Return T_jᵀ g_j T_j for given matrices g_j, one for each key j."""
-        return g if self.turns is None else self.turns.mT @ g @ self.turns
-
 
 @dataclass(frozen=True, eq=False)
 class HeadsAt:
@@ -110,13 +106,8 @@ def heads_at(f: SelfAttention, x: Float[Tensor, "n d"], norm: LayerNorm | RMSNor
     """Return the attention weights, values and queries of all heads of ``f`` at tokens ``x``.
 
     ``f`` must be in float64 on the CPU, and ``x`` in float64. With a ``norm`` they are those at norm(x), and
-    the norm of their Jacobian bounds that of ``f`` after the norm.
-
-    Raises
-    ------
-    NonFiniteError
-        If queries, keys, values, scores or derivatives of norms overflow or exceed 2^200.
-
+    the norm of their Jacobian bounds that of ``f`` after the norm. NonFiniteError is raised if queries, keys,
+    values, scores or derivatives of norms overflow or exceed 2^200.
     """
     n = x.shape[0]
     after = None if norm is None else AfterNorm.of(norm, x)

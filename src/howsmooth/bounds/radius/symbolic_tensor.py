@@ -8,9 +8,7 @@ methods, is seen, since nothing can be computed from such a tensor without its o
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from howsmooth.bounds.radius.symbolic_terms import OTHER, DifferentOperationError, Terms
 from howsmooth.errors import CertificateError, HowsmoothError, reason
-from howsmooth.plain_modules import eager, fast_path
+from howsmooth.plain_modules import eager, fast_path, running_module
 
 __all__ = ["SymbolicTensor", "refused_module", "run_on_symbols"]
 
@@ -108,7 +106,7 @@ class _Run(TorchFunctionMode):
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Perform an operation of PyTorch on terms."""
         name = func.overloadpacket.__name__ if func.namespace == "aten" else func.name()
-        self.terms.owner = self._running()
+        self.terms.owner = running_module(self._names)
         return self._guarded(name, lambda: self._performed(func, name, args, kwargs))
 
     def _guarded(self, name: str, perform: Callable[[], Any]) -> Any:
@@ -132,18 +130,8 @@ class _Run(TorchFunctionMode):
 
     def _refuse(self, why: str) -> None:
         """Raise CertificateError with the name of the module whose code is running."""
-        self.refused = self.refused or refused_module(self._names, why, self._running())
+        self.refused = self.refused or refused_module(self._names, why, running_module(self._names))
         raise self.refused
-
-    def _running(self) -> nn.Module | None:
-        """Return the innermost module whose code is running."""
-        frame: FrameType | None = sys._getframe()
-        module = None
-        while frame is not None and module not in self._names:
-            own = frame.f_locals.get("self")
-            module = own if isinstance(own, nn.Module) else None
-            frame = frame.f_back
-        return module
 
     def _wrapped(self, entries: Tensor) -> SymbolicTensor:
         return SymbolicTensor(entries, self)

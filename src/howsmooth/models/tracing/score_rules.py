@@ -124,14 +124,6 @@ def _added(known: Known, call: Applied, mine: float = 1.0, theirs: float = 1.0) 
     return known.plus(call.other, theirs) if isinstance(call.other, Tensor) else known
 
 
-def _negated(known: ScoreRecord, call: Applied) -> Known:
-    return known.before_softmax("are negated").times(-1.0)
-
-
-def _capped(known: ScoreRecord, call: Applied) -> Known:
-    return known.before_softmax("are capped").capped()
-
-
 def _converted(known: ScoreRecord, call: Applied) -> Known | None:
     dtype = call.result.dtype
     return known.rounded(dtype) if dtype.is_floating_point else None
@@ -259,8 +251,8 @@ _OF_ALL: tuple[tuple[Rule, int, str], ...] = (
 )
 _OF_SCORES: tuple[tuple[Rule, int, str], ...] = (
     (_multiplied, 2, "mul multiply mul_ multiply_ __mul__ __rmul__ __imul__"),
-    (_negated, 1, "neg neg_ negative __neg__"),
-    (_capped, 1, "tanh tanh_"),
+    (lambda known, call: known.before_softmax("are negated").times(-1.0), 1, "neg neg_ negative __neg__"),
+    (lambda known, call: known.before_softmax("are capped").capped(), 1, "tanh tanh_"),
     (_converted, 1, "to float double half bfloat16 type type_as contiguous clone cpu cuda"),
     (_unchanged, 1, "clamp clamp_ clip clip_ clamp_min clamp_max maximum max nan_to_num nan_to_num_"),
     (_reshaped, 1, "view reshape view_as reshape_as flatten unflatten squeeze unsqueeze squeeze_ unsqueeze_"),

@@ -40,20 +40,14 @@ __all__ = ["SoftmaxTracer"]
 class SoftmaxTracer(TorchFunctionMode):
     """A torch function mode that finds every softmax attention and calls ``on_softmax`` with it.
 
-    Parameters
-    ----------
-    on_softmax
-        Called with each attention after it was computed. A tensor that it returns, of the shape of the call's
-        ``output``, replaces the output; derivatives then go through that tensor.
-    ahead
-        Whether to call ``on_softmax`` before the attention is computed. The call then has no ``output``, and
-        the attention runs only if ``on_softmax`` returns None. This is needed under ``torch.func.jvp``, which
-        PyTorch's fused attention does not support.
-    check
-        Whether to recompute the attention from the operands that were read and compare it with the output; a
-        difference is named in ``obstacle``. At most 32 rows are recomputed, or all of them if an operation
-        was ignored that should change nothing. Nothing is compared if ``ahead``, or inside ``torch.vmap``.
+    ``on_softmax`` is called with each attention after it was computed. A tensor that it returns, of the
+    shape of the call's ``output``, replaces the output; derivatives then go through that tensor. With
+    ``ahead`` it is called before: the call then has no ``output``, and the attention runs only if it returns
+    None. This is needed under ``torch.func.jvp``, which PyTorch's fused attention does not support.
 
+    With ``check`` the attention is recomputed from the operands that were read and compared with the output;
+    a difference is named in ``obstacle``. At most 32 rows are recomputed, or all of them if an operation was
+    ignored that should change nothing. Nothing is compared if ``ahead``, or inside ``torch.vmap``.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from howsmooth.errors import NonFiniteError
-from howsmooth.nn.certificates.graph_propagation import walk_graph
+from howsmooth.nn.certificates.forward_propagation import walk_forward
 from howsmooth.nn.certificates.module_propagation import ModuleRow, kind_of, refusal, walk
 from howsmooth.nn.checks import check, check_ball, check_layer_input, check_length
 from howsmooth.nn.lipschitz_module import LipschitzModule
@@ -112,9 +112,9 @@ def certify(
     of ``torch.nn.Sequential``, and of the PyTorch modules with a known constant (documentation page "Build a
     model with a proved constant"). Each module's constant is computed on the ball that its inputs can reach.
 
-    A model with a ``forward`` of its own is certified with ``inputs``: :mod:`torch.fx` records its
-    operations, and each operation needs a rule, too. It is assumed to compute the same in every call; this
-    is checked for two recordings, and parametrized weights are read twice. CertificateError names a module
+    A model with a ``forward`` of its own is certified with ``inputs``: it runs on tensors
+    without values, and each operation needs a rule, too. It is assumed to compute the same in every call;
+    this is checked for two inputs, and parametrized weights are read twice. CertificateError names a module
     that has no constant, or is in a mode in which it is no fixed function, and NonFiniteError a weight.
 
     Parameters
@@ -129,7 +129,7 @@ def certify(
         An example input, for a model with a ``forward`` of its own: tokens (batch, n, d), vectors (batch, d),
         or images (batch, channels, height, width) for a model that begins with ``Patches`` or a ``Conv2d``
         whose patches do not overlap. The certificate holds for all inputs of this shape, and of another batch
-        size if the operations do not depend on it. The model is run once.
+        size if the operations do not depend on it. The model is run twice.
     """
     check(isinstance(model, nn.Module), "model", "a torch.nn.Module", type(model).__name__)
     length = check_length(length)
@@ -153,7 +153,7 @@ def certify(
         remedy = "Certify the part of the model behind its embedding, on embedded tokens."
         whole = isinstance(inputs, Tensor) and not inputs.is_floating_point()
         check(not whole, "inputs", "floating-point numbers", getattr(inputs, "dtype", ""), remedy)
-        found = walk_graph(model, check_layer_input("inputs", inputs), length, reach)
+        found = walk_forward(model, check_layer_input("inputs", inputs), length, reach)
     output = found.length, found.radius
     return ModelCertificate(found.constant, length, float(radius), *output, found.rows)
 

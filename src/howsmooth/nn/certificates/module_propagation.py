@@ -74,7 +74,7 @@ def _with_row(
 
 
 def has_rules(module: nn.Module) -> bool:
-    """Return whether the constant of a module is known without recording the operations of its forward."""
+    """Return whether the constant of a module is known without following the operations of its forward."""
     kind = kind_of(module)
     if isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward:
         return all(map(has_rules, module))

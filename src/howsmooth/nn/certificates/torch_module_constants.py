@@ -23,10 +23,10 @@ class ModuleRow:
     """One row of the table of a certificate: the Lipschitz constant of one module.
 
     ``path`` and ``kind`` are the module's name in ``named_modules`` and that of its class; of an operation,
-    its name in the recorded graph and that of its function. ``constant`` is an upper bound on the Lipschitz
-    constant on the tokens that can reach it, from ``source``. ``radius_in`` and ``radius_out`` bound the
-    norms of input and output tokens, whose numbers are ``length_in`` and ``length_out``. Rows of ``level`` 0
-    are the factors of the model's constant. Rows inside a branch have one level more than the row of the
+    its name with a number, and its name. ``constant`` is an upper bound on the Lipschitz constant on the
+    tokens that can reach it, from ``source``. ``radius_in`` and ``radius_out`` bound the norms of input and
+    output tokens, whose numbers are ``length_in`` and ``length_out``. Rows of ``level`` 0 are the factors of
+    the model's constant. Rows inside a branch have one level more than the row of the
     residual or sum that the branch ends in, which follows them.
     """
 
