@@ -117,7 +117,7 @@ def test_profile_and_monitor_take_plain_arguments() -> None:
     (wanted,) = (value for _, value in constants(layer, given))
     found = hs.profile(layer, given, scopes=["attention"])
     assert found.table["value"].to_list() == pytest.approx([wanted], rel=0.02)
-    assert found.input == "inputs x, scale=3.0"
+    assert found.input.startswith("inputs x, scale=3.0, SHA-256 of the numbers ")
     monitor = hs.nn.LipschitzMonitor(layer, given)
     assert "scale=3.0" in monitor.probes.words
     assert monitor.measure()[0].lipschitz == pytest.approx(wanted, rel=0.02)
