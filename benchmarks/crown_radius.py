@@ -7,11 +7,12 @@
 
 Needs auto_LiRPA (https://github.com/Verified-Intelligence/auto_LiRPA; 0.7.1 was tried, with PyTorch 2.13 from
 its source folder on PYTHONPATH, since its installer refuses PyTorch from 2.9 on) and appdirs. The network is
-copied with plain operations: LayerNorm and softmax by sums, products, roots, exponentials and reciprocals.
+copied with plain operations: LayerNorm by sums, products, roots and reciprocals, and softmax as one operation
+(its relaxation by log-sum-exp) or, with ``--softmax parts``, by exponentials, sums and reciprocals.
 One token moves in the l2 norm, the one with the largest gradient of the margin. Seconds are those of the
 processor, on one thread. The largest ε with a positive lower bound is found by bisection to 5 %, begun at
 0.02, until ``--seconds`` are spent or even 0.001 is not shown: what is printed was shown, up to rounding in
-float32. Relaxations of softmax as one operation, or other settings of auto_LiRPA, may give more.
+float32. Other settings of auto_LiRPA may give more.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ def gelu() -> nn.Module:
 class PlainLayer(nn.Module):
     """A layer of BERT without dropout, of one sequence."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, whole: bool) -> None:
         super().__init__()
+        self.whole = whole
         own, mixed = layer.attention.self, layer.attention.output
         self.query, self.key, self.value = own.query, own.key, own.value
         self.heads, self.width = own.num_attention_heads, own.attention_head_size
@@ -74,8 +76,11 @@ class PlainLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
         scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(self.width)
-        weights = torch.exp(scores)
-        weights = weights / weights.sum(-1, keepdim=True)
+        if self.whole:
+            weights = torch.softmax(scores, -1)
+        else:
+            weights = torch.exp(scores)
+            weights = weights / weights.sum(-1, keepdim=True)
         mixed = torch.matmul(weights, v).permute(0, 2, 1, 3).reshape(1, -1, self.heads * self.width)
         x = self.norm(self.mix(mixed) + x)
         return self.second_norm(self.down(self.activation(self.up(x))) + x)
@@ -84,9 +89,11 @@ class PlainLayer(nn.Module):
 class Plain(nn.Module):
     """From the change of one token (1, d) to the logits (1, classes)."""
 
-    def __init__(self, model: BertForSequenceClassification, x: Tensor, token: int) -> None:
+    def __init__(
+        self, model: BertForSequenceClassification, x: Tensor, token: int, whole: bool = True
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(PlainLayer(layer) for layer in model.bert.encoder.layer)
+        self.layers = nn.ModuleList(PlainLayer(layer, whole) for layer in model.bert.encoder.layer)
         self.pooler, self.classifier = model.bert.pooler.dense, model.classifier
         where = torch.zeros(1, len(x), 1)
         where[0, token] = 1
@@ -163,6 +170,7 @@ def main() -> int:
     parser.add_argument("--sentences", type=int, default=1, help="how many, the shortest first")
     parser.add_argument("--orders", nargs="*", type=int, default=[2, 3], help="of robust_radius")
     parser.add_argument("--seconds", type=float, default=600, help="for CROWN on a sentence")
+    parser.add_argument("--softmax", choices=["whole", "parts"], default="whole", help="for CROWN")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.news:
@@ -182,7 +190,7 @@ def main() -> int:
             attack = f"attack {found.attack:.2f}"
             print(f"  order {order}: {found.radius:.4f} ({attack}; {seconds:.0f} s)", flush=True)
         begin = time.process_time()
-        low, high, count = crown(Plain(model, x, token), label, asked.seconds)
+        low, high, count = crown(Plain(model, x, token, asked.softmax == "whole"), label, asked.seconds)
         seconds = time.process_time() - begin
         print(f"  CROWN: {low:.4f} (not {high:.4f}; {count} bounds, {seconds:.0f} s)", flush=True)
     return 0

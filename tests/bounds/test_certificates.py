@@ -27,8 +27,8 @@ from howsmooth.bounds.certificates.eigenvalue_bounds import Groups, dominated, s
 from howsmooth.bounds.certificates.formed_jacobian import by_whole, is_small
 from howsmooth.bounds.certificates.parts import Weights, by_parts, pair_weights
 from howsmooth.bounds.certificates.rounded_attention import (
+    AfterNorm,
     HeadAt,
-    _After,
     _normed,
     _weights,
     heads_at,
@@ -264,7 +264,7 @@ def test_floats_after_a_norm_are_as_near_as_claimed(centred: bool) -> None:
         K, Q, V = (mpmath.matrix(t.tolist()) for t in (head.K, head.Q, head.V))
         for j in range(3):
             # The columns are multiplied by upper bounds on the inverse lengths.
-            inverse = mpmath.mpf(float(_After.of(norm, x).columns[j]))
+            inverse = mpmath.mpf(float(AfterNorm.of(norm, x).columns[j]))
             assert (
                 1 < inverse * mpmath.norm(H * mpmath.matrix(x[j].tolist())) < 1 + (1e-7 if centred else 1e-10)
             )
