@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.loading import load
 from howsmooth.profiling import several_profiles
 from tests._tiny_models import tiny
 
@@ -119,6 +120,26 @@ def test_what_is_kept_is_not_measured_again(
     assert found.each.equals(over.each)
     of_layers(model, TEXTS, file=file, seed=1)
     assert len(file.read_text().split()) > len(kept.split())
+
+
+def test_a_loaded_model_that_was_changed_in_place_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, hashed = hs.load_model("builtin-decoder"), list[object]()
+    of = partial(hs.profile, layers=[0], scopes="attention", file=tmp_path / "texts.jsonl")
+    monkeypatch.setattr(
+        load, "fingerprint", lambda *a, f=load.fingerprint, **k: (hashed.append(a), f(*a, **k))[1]
+    )
+    before = of(loaded, TEXTS[:2])
+    assert len(hashed) == 1
+    assert before.fingerprint == loaded.fingerprint
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.mul_(1.25)
+    after = of(loaded, TEXTS[:2])
+    assert after.fingerprint != before.fingerprint
+    assert after.each["value"].to_list() == of(loaded.model, TEXTS[:2], file=None).each["value"].to_list()
+    assert len(set(after.compare(before).fingerprint.split(" / "))) == 2
 
 
 def test_what_is_said_of_many_texts(over: hs.ProfileOverTexts, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from howsmooth.models.capture import module_of, self_attention_layers
 from howsmooth.models.float32_weights import computing_dtype, fingerprint, stored_dtype
 from howsmooth.models.identification.layer_identification import VerifiedLayer
 from howsmooth.models.inputs.model_inputs import check_value, max_length
+from howsmooth.models.loading.load import as_it_is_now
 from howsmooth.models.loading.tokenizers import Tokenizer
 from howsmooth.results.page import parts
 from howsmooth.results.result import Result, made_by
@@ -72,8 +73,12 @@ def shown_progress(
 
 
 def loaded_if_named(model: Any, **options: Any) -> Any:
-    """Load a model given by its name or folder, in the dtype of its weights; return a module unchanged."""
-    return load_model(model, dtype=None, **options) if isinstance(model, str | os.PathLike) else model
+    """Load a model given by its name or folder, in the dtype of its weights; return a module unchanged, and
+    a loaded model with the fingerprint of its weights now.
+    """
+    if isinstance(model, str | os.PathLike):
+        return as_it_is_now(load_model(model, dtype=None, **options), changed=False)
+    return as_it_is_now(model) if isinstance(model, LoadedModel) else model
 
 
 def chosen_words(name: str, given: object, words: Sequence[str], remedy: str = "") -> tuple[str, ...]:
