@@ -23,7 +23,7 @@ from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
 from howsmooth.models.float32_weights import computing_dtype, fingerprint, stored_dtype
 from howsmooth.models.identification.layer_identification import VerifiedLayer
-from howsmooth.models.inputs.model_inputs import check_value, max_length
+from howsmooth.models.inputs.model_inputs import check_ids, check_value, max_length
 from howsmooth.models.loading.load import as_it_is_now
 from howsmooth.models.loading.tokenizers import Tokenizer
 from howsmooth.results.page import parts
@@ -271,6 +271,8 @@ def given_inputs(
         for name, value in named.items():
             check_value(name, value)
         found = named.get("input_ids")
+        if isinstance(found, Tensor) and found.numel():
+            check_ids(module, found)
         words = own.decoded(found[0].tolist()) if isinstance(found, Tensor) and found.shape[0] == 1 else None
         given = (k if isinstance(v, Tensor) else f"{k}={v!r}" for k, v in named.items() if v is not None)
         digest = _digest(*(value for value in named.values() if isinstance(value, Tensor)))
@@ -281,6 +283,7 @@ def given_inputs(
         return GivenInputs(model, inputs, None, described)
     else:
         ids, what = _ids(inputs), "token ids"
+        check_ids(module, ids)
     limit = max_length(module) or len(ids)
     first, end = _bounds(span, len(ids), min(longest, limit))
     if end - first > limit:
@@ -334,7 +337,8 @@ def _ids(inputs: object) -> Tensor:
     if ids.ndim == 2 and ids.shape[0] == 1:
         ids = ids[0]
     if ids.ndim != 1 or not ids.numel() or ids.dtype.is_floating_point or ids.dtype == torch.bool:
-        got = f"{ids.dtype} of shape {tuple(ids.shape)}"
+        empty = isinstance(inputs, list | tuple) and not inputs
+        got = "an empty list" if empty else f"{ids.dtype} of shape {tuple(ids.shape)}"
         raise ArgumentError("inputs", expected=expected, got=got, remedy="Profile one sequence at a time.")
     return ids.to("cpu", torch.int64)
 
