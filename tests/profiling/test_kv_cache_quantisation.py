@@ -247,6 +247,11 @@ def test_stories260k_agrees_in_rank() -> None:
     assert ranks[0, "predicted_kl", "kl"] >= 0.95
 
 
+def test_what_cannot_be_ranked_is_said(encoder: hs.Precision) -> None:
+    equal = replace(encoder, table=encoder.table.assign(change=0.0))
+    assert "predicted and change none exists" in repr(equal) + equal.citation
+
+
 def test_equal_quantisers_have_rows_once(encoder: hs.Precision) -> None:
     assert list(encoder.table["quantiser"].unique()) == ["token"]
     only = hs.precision(tiny("gpt2"), IDS, bits=3, quantisers=("group-64", "token"), layers=[0]).table

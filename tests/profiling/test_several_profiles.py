@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import howsmooth as hs
 from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.models.loading import load
 from howsmooth.profiling import several_profiles
 from tests._tiny_models import tiny
 
@@ -121,6 +123,26 @@ def test_what_is_kept_is_not_measured_again(
     assert len(file.read_text().split()) > len(kept.split())
 
 
+def test_a_loaded_model_that_was_changed_in_place_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, hashed = hs.load_model("builtin-decoder"), list[object]()
+    of = partial(hs.profile, layers=[0], scopes="attention", file=tmp_path / "texts.jsonl")
+    monkeypatch.setattr(
+        load, "fingerprint", lambda *a, f=load.fingerprint, **k: (hashed.append(a), f(*a, **k))[1]
+    )
+    before = of(loaded, TEXTS[:2])
+    assert len(hashed) == 1
+    assert before.fingerprint == loaded.fingerprint
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.mul_(1.25)
+    after = of(loaded, TEXTS[:2])
+    assert after.fingerprint != before.fingerprint
+    assert after.each["value"].to_list() == of(loaded.model, TEXTS[:2], file=None).each["value"].to_list()
+    assert len(set(after.compare(before).fingerprint.split(" / "))) == 2
+
+
 def test_what_is_said_of_many_texts(over: hs.ProfileOverTexts, tmp_path: Path) -> None:
     top = over.ranking.iloc[0]
     words = " ".join(repr(over).split())
@@ -177,6 +199,10 @@ def test_layers_that_are_missing_at_a_text_are_left_out_and_said(
         ({"influence": True}, "influence: expected False .* with several inputs"),
         ({"span": "0:6"}, "span of text 2: expected"),
         ({"inputs": TEXTS[0], "file": "rows.jsonl"}, "file: expected None with one input"),
+        ({"file": "/tmp"}, "file: expected a file of JSON lines, got the folder /tmp"),
+        ({"inputs": []}, "inputs: expected .* got an empty list"),
+        ({"inputs": torch.tensor([5, -1])}, "inputs: expected token ids from 0 .* got id -1"),
+        ({"inputs": {"input_ids": torch.tensor([[5, -1]])}}, "inputs: expected token ids .* got id -1"),
     ],
 )
 def test_refuses_and_names_the_argument(model: Any, change: dict[str, Any], said: str) -> None:
@@ -254,8 +280,11 @@ def test_profiles_that_do_not_match_are_refused(model: Any, over: hs.ProfileOver
     same = "other: expected the same layers, heads and scopes"
     for other, said in (
         (hs.profile(model, TEXTS[1], scopes="attention"), "other: expected a profile of token ids, SHA-256"),
-        (hs.profile(model, TEXTS[0], layers=[0], scopes="attention"), same),
-        (hs.profile(model, TEXTS[0]), same),
+        (
+            hs.profile(model, TEXTS[0], layers=[0], scopes="attention"),
+            f"{same}, got in one of them only: scope attention, layer 1; scope attention, layer 2",
+        ),
+        (hs.profile(model, TEXTS[0]), f"{same}, got in one of them only: scope head, layer 0, head 0"),
         (over, "other: expected a profile of token ids"),
         (3, "got int"),
     ):
@@ -285,6 +314,29 @@ def test_a_comparison_is_written_and_drawn(model: Any, doubled: Any, tmp_path: P
     shown = found.plot().axes[0].collections[1].get_offsets()[:, 1]
     assert shown.tolist() == found.ranking["ratio"][:12].to_list()
     assert json.loads(json.dumps(found.described()))["ranking"][0]["changed"] is True
+
+
+def test_a_constant_of_zero_has_no_ratio_or_an_exact_one(model: Any, tmp_path: Path) -> None:
+    silent = copy.deepcopy(model)
+    with torch.no_grad():
+        silent.h[0].attn.c_attn.weight[:, 48 : 48 + 6] = 0
+    one, other = (hs.profile(m, TEXTS[0], scopes="head") for m in (silent, model))
+    zero = dataclasses.replace(one, table=one.table.assign(value=0.0, lower=0.0, upper=0.0))
+    wanted = [(one, one, math.nan, False), (one, other, 0, True), (other, one, math.inf, True)]
+    for a, b, ratio, changed in wanted:
+        found = a.compare(b)
+        row = found.table.iloc[0]
+        ends = row[["ratio", "ratio_lower", "ratio_upper"]].to_list()
+        assert ends == pytest.approx([ratio] * 3, nan_ok=True)
+        assert bool(row["changed"]) is changed
+        assert len(found.plot().axes[0].collections[1].get_offsets()) == 11
+        words = " ".join(repr(found).split())
+        assert "e+308" not in words + found.page()
+        assert "e-32" not in words + found.page()
+    assert "ratio inf in [inf, inf]" in repr(found)
+    zero.compare(zero).write(tmp_path)
+    assert "ratio none, both are 0, value 0, against 0" in repr(zero.compare(zero))
+    assert "1 is outside 0 of 0 intervals" in repr(zero.compare(zero))
 
 
 # ---- the parts of a block

@@ -11,6 +11,7 @@ import torch
 from matplotlib.figure import Figure
 
 import howsmooth as hs
+from howsmooth.errors import StoreError
 from howsmooth.printed_table import PrintedTable
 from howsmooth.results.curves import Curve, Panel, draw
 from howsmooth.results.page import page, parts
@@ -95,3 +96,10 @@ def test_a_page_escapes_what_it_shows() -> None:
     assert "<script" not in text
     assert "\u202e" not in text
     assert text.count("&lt;script&gt;") == 1 + 1 + 6 + 6 + 6  # title, words, heads, cells, and their names
+
+
+def test_latex_that_cannot_be_written_is_a_store_error(tmp_path: Path) -> None:
+    found = hs.local_lipschitz(F, X)
+    for path in (tmp_path, tmp_path / "none" / "x.tex"):
+        with pytest.raises(StoreError, match=r"path: .* cannot be written"):
+            found.to_latex(path)

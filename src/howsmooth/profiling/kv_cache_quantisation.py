@@ -222,7 +222,8 @@ class Precision(InputResult):
 
     def _ranks_in_words(self) -> str:
         rows = [row for row in plain_rows(self.agreement) if row["bits"] == 0]
-        return "; ".join(f"{row['predicted']} and {row['real']} {row['spearman']:.3f}" for row in rows)
+        found = ("none exists" if row["spearman"] is None else f"{row['spearman']:.3f}" for row in rows)
+        return "; ".join(f"{row['predicted']} and {row['real']} {next(found)}" for row in rows)
 
     def _together_in_words(self) -> list[str]:
         layers = sorted({int(layer) for layer in self.table["layer"]})

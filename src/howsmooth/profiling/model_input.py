@@ -23,7 +23,8 @@ from howsmooth.models import LoadedModel, load_model
 from howsmooth.models.capture import module_of, self_attention_layers
 from howsmooth.models.float32_weights import computing_dtype, fingerprint, stored_dtype
 from howsmooth.models.identification.layer_identification import VerifiedLayer
-from howsmooth.models.inputs.model_inputs import check_value, max_length
+from howsmooth.models.inputs.model_inputs import check_ids, check_value, max_length
+from howsmooth.models.loading.load import as_it_is_now
 from howsmooth.models.loading.tokenizers import Tokenizer
 from howsmooth.results.page import parts
 from howsmooth.results.result import Result, made_by
@@ -72,8 +73,12 @@ def shown_progress(
 
 
 def loaded_if_named(model: Any, **options: Any) -> Any:
-    """Load a model given by its name or folder, in the dtype of its weights; return a module unchanged."""
-    return load_model(model, dtype=None, **options) if isinstance(model, str | os.PathLike) else model
+    """Load a model given by its name or folder, in the dtype of its weights; return a module unchanged, and
+    a loaded model with the fingerprint of its weights now.
+    """
+    if isinstance(model, str | os.PathLike):
+        return as_it_is_now(load_model(model, dtype=None, **options), changed=False)
+    return as_it_is_now(model) if isinstance(model, LoadedModel) else model
 
 
 def chosen_words(name: str, given: object, words: Sequence[str], remedy: str = "") -> tuple[str, ...]:
@@ -266,6 +271,8 @@ def given_inputs(
         for name, value in named.items():
             check_value(name, value)
         found = named.get("input_ids")
+        if isinstance(found, Tensor) and found.numel():
+            check_ids(module, found)
         words = own.decoded(found[0].tolist()) if isinstance(found, Tensor) and found.shape[0] == 1 else None
         given = (k if isinstance(v, Tensor) else f"{k}={v!r}" for k, v in named.items() if v is not None)
         digest = _digest(*(value for value in named.values() if isinstance(value, Tensor)))
@@ -276,6 +283,7 @@ def given_inputs(
         return GivenInputs(model, inputs, None, described)
     else:
         ids, what = _ids(inputs), "token ids"
+        check_ids(module, ids)
     limit = max_length(module) or len(ids)
     first, end = _bounds(span, len(ids), min(longest, limit))
     if end - first > limit:
@@ -329,7 +337,8 @@ def _ids(inputs: object) -> Tensor:
     if ids.ndim == 2 and ids.shape[0] == 1:
         ids = ids[0]
     if ids.ndim != 1 or not ids.numel() or ids.dtype.is_floating_point or ids.dtype == torch.bool:
-        got = f"{ids.dtype} of shape {tuple(ids.shape)}"
+        empty = isinstance(inputs, list | tuple) and not inputs
+        got = "an empty list" if empty else f"{ids.dtype} of shape {tuple(ids.shape)}"
         raise ArgumentError("inputs", expected=expected, got=got, remedy="Profile one sequence at a time.")
     return ids.to("cpu", torch.int64)
 

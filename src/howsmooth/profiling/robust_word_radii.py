@@ -334,6 +334,8 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
 def kept_rows(file: Path | None, key: str) -> list[dict[str, Any]]:
     """Read the rows with the given key from a file."""
     rows = []
+    if file is not None and file.is_dir():
+        raise ArgumentError("file", expected="a file of JSON lines", got=f"the folder {file}")
     lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
     for line in lines:
         with suppress(ValueError):  # a line that was cut when the program was killed

@@ -74,8 +74,9 @@ class _Ranked(InputResult):
             lines.append(f"  scope {scope}, by {self.ORDER}, {min(len(rows), SHOWN)} of {len(rows)}:")
             lines += [f"    {_said(row, self.COLUMNS)}" for row in plain_rows(rows.head(SHOWN))]
             if "changed" in rows:
-                chance = f"about {(1 - self.level) * len(rows):.2g} by chance alone"
-                lines.append(f"    1 is outside {rows['changed'].sum()} of {len(rows)} intervals; {chance}")
+                known = rows["ratio"].count()
+                chance = f"about {(1 - self.level) * known:.2g} by chance alone"
+                lines.append(f"    1 is outside {rows['changed'].sum()} of {known} intervals; {chance}")
         missed = int((~self.table["converged"]).sum())
         return [*lines, *([f"  {missed} of {len(self.table)} did not converge"] if missed else [])]
 
@@ -84,6 +85,7 @@ class _Ranked(InputResult):
         """Draw what is ranked with its intervals, one panel a scope; a hollow dot did not converge."""
         panels, column = [], self.COLUMNS[0]
         for scope, rows in self.ranking.groupby("scope", sort=False):
+            rows = rows[rows[column].between(0, np.inf, inclusive="neither")]
             rows = rows.assign(place=range(len(rows)), **{f"{column}_converged": rows["converged"]})
             behind = Curve([0, len(rows) - 1], [1, 1], "no change", GREY, dashes=SOLID)
             if isinstance(self, ProfileOverTexts):
@@ -116,7 +118,7 @@ class ProfileComparison(_Ranked):
 
     ``table`` has one row for each layer and head: ``layer``, ``head``, ``scope``; ``ratio``, ``ratio_lower``,
     ``ratio_upper``; ``change`` (the size of the logarithm of the ratio), ``changed`` (whether 1 lies outside
-    of the interval), ``value`` and ``against`` (the two constants; over texts their means), and
+    of the interval; 0/0 is NaN), ``value`` and ``against`` (the two constants; over texts their means), and
     ``converged`` (of both). Fields in which the models differ name both, with a slash between them.
     """
 
@@ -141,7 +143,12 @@ def compared(self: Any, other: Any) -> ProfileComparison:
         [_by_text(one, column) for column in ("value", "lower", "upper", "converged")] for one in tables
     )
     if not (a.index.equals(b.index) and a.columns.equals(b.columns)):
-        raise ArgumentError("other", expected="the same layers, heads and scopes", got="others")
+        only = a.index.symmetric_difference(b.index)[:3]
+        places = (
+            f"scope {one[0]}, {place_in_words(one[1], one[2] if one[2] >= 0 else None)}" for one in only
+        )
+        got = f"in one of them only: {'; '.join(places) or 'a text'}"
+        raise ArgumentError("other", expected="the same layers, heads and scopes", got=got)
     texts = a.shape[1]
     w = _weights(texts, self.seed)
     level = _LEVEL if texts > 1 else self.confidence + other.confidence - 1
@@ -150,8 +157,12 @@ def compared(self: Any, other: Any) -> ProfileComparison:
         pairs = ((a, b), (low, above), (high, below))
         ratio, least, most = (x.to_numpy() @ w / (y.to_numpy() @ w) for x, y in pairs)
         table["ratio"], table["change"] = ratio[:, 0], np.abs(np.log(ratio[:, 0]))
-    table["ratio_lower"] = np.nextafter(_quantile(least[:, 1:], (1 - _LEVEL) / 2), 0)
-    table["ratio_upper"] = np.nextafter(_quantile(most[:, 1:], (1 + _LEVEL) / 2), np.inf)
+    # 0/0 says nothing about an end. An end of 0 or infinity is exact; the others are rounded outwards.
+    lower = _quantile(np.nan_to_num(least[:, 1:], nan=0, posinf=np.inf), (1 - _LEVEL) / 2)
+    upper = _quantile(np.nan_to_num(most[:, 1:], nan=np.inf, posinf=np.inf), (1 + _LEVEL) / 2)
+    known = table["ratio"].notna()
+    table["ratio_lower"] = pd.Series(np.where(lower < np.inf, np.nextafter(lower, 0), lower)).where(known)
+    table["ratio_upper"] = pd.Series(np.where(upper > 0, np.nextafter(upper, np.inf), upper)).where(known)
     table["changed"] = (table["ratio_lower"] > 1) | (table["ratio_upper"] < 1)
     table["value"], table["against"] = (one.mean(axis=1).to_numpy() for one in (a, b))
     table["converged"] = (sure & also_sure).all(axis=1).to_numpy()
@@ -296,6 +307,9 @@ def _places(values: pd.DataFrame) -> pd.DataFrame:
 def _said(row: Mapping[str, Any], columns: Sequence[str], digits: int = 4) -> str:
     words = []
     for name in columns:
+        if row[name] is None:
+            words.append(f"{name} none, both are 0")
+            continue
         ends = [row[f"{name}_{end}"] for end in ("lower", "upper") if f"{name}_{end}" in row]
         words.append(f"{name} {row[name]:.{digits}g}")
         words[-1] += f" in {interval_in_digits(ends[0], ends[1], digits)}" if ends else ""

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from howsmooth.errors import StoreError
 from howsmooth.rounding import COLUMNS_IN_DIGITS, interval_in_digits
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Result:
 
     def to_latex(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Write the table (of a profile, its ranking) as LaTeX to a file; without ``path``, return the text.
+        A StoreError says that the file cannot be written.
 
         It uses the package booktabs. Its caption contains the digest, its label is ``tab:howsmooth-`` with
         the digest, and the whole citation is a comment above it.
@@ -93,7 +95,10 @@ class Result:
         words = f"% {' '.join(self.citation.split())}\n{tabular}"
         if path is None:
             return words
-        Path(path).write_text(words, encoding="utf-8", newline="\n")
+        try:
+            Path(path).write_text(words, encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise StoreError(f"path: {path} cannot be written ({error.strerror}).") from error
         return None
 
     def described(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from howsmooth.models.float32_weights import HALF, computing_dtype, device_of, h
 from howsmooth.models.model_call import ModelCall
 
 __all__ = [
-    "check_model", "check_value", "embedding_of", "in_dtype", "max_length", "model_inputs",
+    "check_ids", "check_model", "check_value", "embedding_of", "in_dtype", "max_length", "model_inputs",
     "takes_decoder_ids", "vocabulary_size",
 ]  # fmt: skip
 
@@ -221,14 +221,21 @@ def _token_ids(model: nn.Module, ids: Tensor) -> Tensor:
             got=f"{ids.dtype} of shape {tuple(ids.shape)}",
             remedy="For one sequence write torch.tensor([ids]).",
         )
-    size = vocabulary_size(model)
-    if size == 1:
+    if vocabulary_size(model) == 1:
         raise ArgumentError(
             "inputs",
             expected="inputs_embeds (batch, n, d): this model's embedding table is a placeholder of one row",
             got="the whole model, which reads token ids",
             remedy='Take the encoder alone with part="encoder", which reads embedded tokens.',
         )
+    check_ids(model, ids)
+    _check_length(model, ids.shape[1])
+    return ids.long()
+
+
+def check_ids(model: nn.Module, ids: Tensor) -> None:
+    """Raise ArgumentError unless token ids are in the embedding table of a model."""
+    size = vocabulary_size(model)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or (size is not None and high >= size):
         raise ArgumentError(
@@ -239,8 +246,6 @@ def _token_ids(model: nn.Module, ids: Tensor) -> Tensor:
             got=f"id {low if low < 0 else high}",
             remedy="Use the tokenizer that belongs to the model.",
         )
-    _check_length(model, ids.shape[1])
-    return ids.long()
 
 
 def _check_length(model: nn.Module, n: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from howsmooth.models.model_call import ModelCall
 from howsmooth.models.tracing.attention_recorder import AttentionLayer, trace_forward_pass
 from howsmooth.seeds import torch_seed
 
-__all__ = ["LoadedModel", "builtin_names", "image_inputs", "load_model", "preparation_of"]
+__all__ = ["LoadedModel", "as_it_is_now", "builtin_names", "image_inputs", "load_model", "preparation_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +77,8 @@ class LoadedModel:
     preparation: Preparation = None
     #: In what it differs from the model of this name: its part, "random init" and "as decoder".
     variant: str = ""
+    # Names of weights that the fingerprint leaves out; None if it is known to be that of the weights now.
+    _unread: frozenset[str] | None = None
 
     @property
     def label(self) -> str:
@@ -189,8 +192,7 @@ def load_model(
         text = modality == "text"
         size = vocabulary_size(model) if text else None
         tokenizer, tokenizer_source = _tokenizer(place, random_init, tokenizer_text, modality, size or 0)
-        settings = not isinstance(model, PreTrainedModel)  # a part has no configuration of its own
-        digest = fingerprint(model, settings=settings, without=unread, more=tokenizer.serialized)
+        digest = _fingerprint(model, unread, tokenizer)
     role = ", run as a decoder with its causal mask" if as_decoder else ""
     drawn = f"untrained weights (random initialisation, seed {seed}), configuration of "
     of = f"the part {path} of " if path else ""
@@ -214,7 +216,21 @@ def load_model(
             for word, on in ((part, part), ("random init", random_init), ("as decoder", as_decoder))
             if word and on
         ),
+        _unread=frozenset(unread),
     )
+
+
+def _fingerprint(model: nn.Module, unread: Collection[str], tokenizer: Tokenizer) -> str:
+    settings = not isinstance(model, PreTrainedModel)  # a part has no configuration of its own
+    return fingerprint(model, settings=settings, without=unread, more=tokenizer.serialized)
+
+
+def as_it_is_now(of: LoadedModel, *, changed: bool = True) -> LoadedModel:
+    """Return a loaded model with the fingerprint of its weights now, hashed if they may have ``changed``."""
+    if of._unread is None:
+        return of
+    digest = _fingerprint(of.model, of._unread, of.tokenizer) if changed else of.fingerprint
+    return replace(of, fingerprint=digest, _unread=None)
 
 
 def image_inputs(
