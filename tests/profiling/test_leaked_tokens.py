@@ -96,5 +96,11 @@ def test_documents_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ArgumentError, match=said):
             found.leaks(wrong, causal=False)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="documents: expected 4 whole numbers or None, got 3"):
+        found.leaks(3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="causal: expected True or False"):
+        found.leaks(causal="x")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="one alone cannot leak"):
+        hs.influence(f, x[:1]).leaks()
     with pytest.raises(ArgumentError, match="an output for each token"):
         hs.influence(lambda x: f(x)[-1], x).leaks()

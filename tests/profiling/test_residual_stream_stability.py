@@ -269,3 +269,14 @@ def test_a_trained_language_model() -> None:
     (row,) = found.table.to_dict("records")
     assert 0 < row["radius"] < row["attack"] <= 1.02 * row["predicted"]
     assert 0 < row["answer_radius"] <= row["first_order"]
+
+
+def test_an_output_layer_that_moves_nothing_and_a_prediction_too_sure_for_its_digits() -> None:
+    model, ids = _language_model("llama"), token_ids(1, 3)
+    weight = model.get_output_embeddings().weight  # type: ignore[operator]
+    weight.mul_(500)
+    with pytest.raises(ArgumentError, match="^at: expected a prediction whose other tokens"):
+        hs.prediction_stability(model, ids)
+    weight.zero_()
+    (row,) = hs.prediction_stability(model, ids, layers=-1).table.to_dict("records")
+    assert row["radius"] == row["answer_radius"] == math.inf

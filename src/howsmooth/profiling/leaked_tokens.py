@@ -52,6 +52,10 @@ class Leaks:
 def forbidden(documents: Any, outputs: Sequence[int], n: int, *, causal: bool) -> np.ndarray:
     """Return for each output and input token what its influence would be: a kind of leak, or ""."""
     listed = documents.flatten().tolist() if isinstance(documents, Tensor) else documents
+    if listed is not None and not isinstance(listed, Sequence):
+        raise ArgumentError("documents", expected=f"{n} whole numbers or None", got=repr(listed))
+    if not isinstance(causal, bool):
+        raise ArgumentError("causal", expected="True or False", got=repr(causal))
     number = np.array([-1 if one is None else one for one in ([0] * n if listed is None else listed)])
     if number.shape != (n,) or number.dtype.kind != "i":
         expected = f"{n} whole numbers, one a token, with None or -1 for padding"
@@ -60,5 +64,6 @@ def forbidden(documents: Any, outputs: Sequence[int], n: int, *, causal: bool) -
     conditions = [number[i] < 0, number[j] < 0, number[i] != number[j], causal & (j > i)]
     kinds = np.select(np.broadcast_arrays(*conditions), ["", "padding", "document", "future"], "")
     if not kinds.astype(bool).any():
-        raise ArgumentError("documents", expected="several, or padding, unless causal", got="neither")
+        expected = "several, or padding, unless causal" if n > 1 else "several tokens: one alone cannot leak"
+        raise ArgumentError("documents", expected=expected, got="neither" if n > 1 else "one token")
     return kinds

@@ -28,6 +28,8 @@ def prediction_radii(
     by no more than the second, the largest logit stays the largest. Proof: documentation page "Norm layers:
     radius, ellipsoid, absorption", section "A prediction that stays".
     """
+    if torch.equal(weight, weight[:1].expand_as(weight)):  # all logits move alike
+        return math.inf, math.inf
     after = AfterNorm.of(norm, x[None])
     token = known_to(after.t[0], after.errors[0])
     logits = known_to(weight) @ token + known_to(bias)
