@@ -52,9 +52,9 @@ class Leaks:
 def forbidden(documents: Any, outputs: Sequence[int], n: int, *, causal: bool) -> np.ndarray:
     """Return for each output and input token what its influence would be: a kind of leak, or ""."""
     listed = documents.flatten().tolist() if isinstance(documents, Tensor) else documents
-    if listed is not None and not isinstance(listed, Sequence):
+    if listed is not None and not hasattr(listed, "__len__"):
         raise ArgumentError("documents", expected=f"{n} whole numbers or None", got=repr(listed))
-    if not isinstance(causal, bool):
+    if not isinstance(causal, (bool, np.bool_)):
         raise ArgumentError("causal", expected="True or False", got=repr(causal))
     number = np.array([-1 if one is None else one for one in ([0] * n if listed is None else listed)])
     if number.shape != (n,) or number.dtype.kind != "i":
