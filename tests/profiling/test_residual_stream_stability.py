@@ -275,7 +275,7 @@ def test_an_output_layer_that_moves_nothing_and_a_prediction_too_sure_for_its_di
     model, ids = _language_model("llama"), token_ids(1, 3)
     weight = model.get_output_embeddings().weight  # type: ignore[operator]
     weight.mul_(500)
-    with pytest.raises(ArgumentError, match="^at: expected a prediction whose other tokens"):
+    with pytest.raises(ArgumentError, match=r"^at: expected a prediction whose other tokens"):
         hs.prediction_stability(model, ids)
     weight.zero_()
     (row,) = hs.prediction_stability(model, ids, layers=-1).table.to_dict("records")

@@ -207,8 +207,9 @@ class _Rest:
         others, eps = float(self.p.sort().values[:-1].sum()), torch.finfo(self.x.dtype).eps
         if others < eps:
             remedy = "Load the model in float64." if eps > 1e-15 else "Choose another position."
-            expected = f"a prediction whose other tokens have a probability of {eps:.1e} in all, for its digits"
-            raise ArgumentError("at", expected=expected, got=f"{others:.1e} at token {self.at}", remedy=remedy)
+            expected = f"a prediction whose other tokens have a probability of {eps:.1e} in all"
+            got = f"{others:.1e} at token {self.at}"
+            raise ArgumentError("at", expected=expected, got=got, remedy=remedy)
 
     def moved(self, token: int, y: Float[Tensor, "1 d"]) -> Float[Tensor, " vocabulary"]:
         """Return the logits if a token of the stream is replaced."""
