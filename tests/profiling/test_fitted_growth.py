@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ def test_files_and_a_row_in_latex(tmp_path: Path) -> None:
     assert [len(np.asarray(line.get_xdata())) for line in axis.lines] == [2]
 
 
-@pytest.mark.parametrize("wrong", [[], [torch.ones(3)]])
-def test_inputs_that_are_no_sequences_are_refused(wrong: list[Tensor]) -> None:
+@pytest.mark.parametrize("wrong", [[], [torch.ones(3)], torch.ones(5, 4, 8), None, ["a"], [[[1.0]]], "text"])
+def test_inputs_that_are_no_sequences_are_refused(wrong: Any) -> None:
     with pytest.raises(ArgumentError, match="inputs: expected a list of tensors"):
         hs.growth(Growing(), wrong)

@@ -201,13 +201,19 @@ def test_layers_that_are_missing_at_a_text_are_left_out_and_said(
         ({"inputs": TEXTS[0], "file": "rows.jsonl"}, "file: expected None with one input"),
         ({"file": "/tmp"}, "file: expected a file of JSON lines, got the folder /tmp"),
         ({"inputs": []}, "inputs: expected .* got an empty list"),
-        ({"inputs": torch.tensor([5, -1])}, "inputs: expected token ids from 0 .* got id -1"),
-        ({"inputs": {"input_ids": torch.tensor([[5, -1]])}}, "inputs: expected token ids .* got id -1"),
+        (
+            {"model": "builtin-decoder", "inputs": torch.tensor([5, -1])},
+            "inputs: expected token ids from 0 .* got id -1",
+        ),
+        (
+            {"model": "builtin-decoder", "inputs": {"input_ids": torch.tensor([[5, -1]])}},
+            "inputs: expected token ids .* got id -1",
+        ),
     ],
 )
 def test_refuses_and_names_the_argument(model: Any, change: dict[str, Any], said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
-        hs.profile(model, **({"inputs": TEXTS} | change))
+        hs.profile(**({"model": model, "inputs": TEXTS} | change))
 
 
 # ---- two models

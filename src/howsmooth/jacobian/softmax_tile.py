@@ -120,7 +120,7 @@ class WholeRows:
         return _over_keys(self._dropped(self.p), self.x["v"])
 
     def tangent(self, d: Mapping[str, Tensor]) -> Tensor:
-        """Return the tangent dO of the attention outputs, given the tangents ``d`` of the inputs by name."""
+        """Return the derivative of the attention outputs along changes ``d`` of the inputs, by name."""
         dp = self._dp(d, self._products_tangent(d))
         do = None if dp is None else _over_keys(self._dropped(dp), self.x["v"])
         if "v" in d:

@@ -141,7 +141,7 @@ class StreamedDerivative:
 
     @property
     def tiling(self) -> Tiling:
-        """The rules by which the scores are cut into tiles."""
+        """How the scores are cut into tiles, given the sizes of this call."""
         b, group, m, _ = self.q.shape
         members, n = b // self.kv_heads, self.k.shape[1]
         scores = self.visibility, bool(self.features)

@@ -66,8 +66,9 @@ def growth(f: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], **options: A
     ``f`` takes the ``inputs`` as they are: tensors (n, d), or batches (b, n, d) of independent sequences. An
     exponent needs three lengths. ``options`` and errors are those of :func:`howsmooth.local_lipschitz`.
     """
-    if not inputs or not all(x.ndim in (2, 3) for x in inputs):
-        got = f"shapes {[tuple(x.shape) for x in inputs]}"
+    xs = list(inputs) if isinstance(inputs, Sequence) else []
+    if not xs or not all(isinstance(x, Tensor) and x.ndim in (2, 3) for x in xs):
+        got = f"{[tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in xs] or type(inputs)}"
         raise ArgumentError("inputs", expected="a list of tensors (n, d) or (b, n, d)", got=got)
     tables = []
     for x in inputs:

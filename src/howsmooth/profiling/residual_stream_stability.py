@@ -150,7 +150,7 @@ def prediction_stability(
     Raises
     ------
     ArgumentError, CaptureError, ModelError
-        As for :func:`howsmooth.profile`, and if the model has no logits over a vocabulary.
+        As for :func:`howsmooth.profile`; also if it has no logits over a vocabulary, or is too sure of one.
 
     """
     epsilon = check_number("epsilon", epsilon)
@@ -208,8 +208,7 @@ class _Rest:
         if others < eps:
             remedy = "Load the model in float64." if eps > 1e-15 else "Choose another position."
             expected = f"a prediction whose other tokens have a probability of {eps:.1e} in all"
-            got = f"{others:.1e} at token {self.at}"
-            raise ArgumentError("at", expected=expected, got=got, remedy=remedy)
+            raise ArgumentError("at", expected=expected, got=f"{others:.1e}", remedy=remedy)
 
     def moved(self, token: int, y: Float[Tensor, "1 d"]) -> Float[Tensor, " vocabulary"]:
         """Return the logits if a token of the stream is replaced."""

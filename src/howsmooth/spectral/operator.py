@@ -52,7 +52,7 @@ class ProductError:
 
     @classmethod
     def of_all(cls, parts: Sequence[ProductError | None]) -> ProductError | None:
-        """Join the error bounds of several operators into the error bounds of one batch.
+        """Return the error bounds of a batch that is put together from several operators.
 
         The result is None unless every operator has bounds.
         """

@@ -320,7 +320,7 @@ class CubicAttention(AttentionRemainder):
 
 
 class _Moments:
-    """Bounds on the derivatives of one attention output along a path on which its scores and values change.
+    """Bounds on what one attention output leaves out as its scores and values change along a line.
 
     The path is h(s) = E_{P_s}[v + s dv], bounded from deviations under the attention weights P. The scores
     change by t = ℓ + c; ``linear`` and ``c`` bound their deviations and ``tau`` the centred t.

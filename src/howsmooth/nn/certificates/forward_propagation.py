@@ -62,7 +62,7 @@ class _State:
 
 
 class _BoundedTensor(Tensor):
-    """A tensor without values, of which bounds are known, and the tensors from which it is made.
+    """What the forward computes with in place of a tensor: it has bounds, and no values to read.
 
     ``example`` are its values in this run, which the model cannot see. The gate is the last tensor before it
     that every path from the input goes through. What lies between, such as the branch of a residual, has
