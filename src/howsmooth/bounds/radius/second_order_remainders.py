@@ -46,10 +46,12 @@ from howsmooth.rounding.rounded_tensor import lower, upper
 
 # A displacement beyond this share of a token's length counts as the whole length.
 NEARLY_ONE = 1 - 1e-6
+# A power of two, so that the shares of the line are exact.
+_PANELS = 32
 
 __all__ = [
     "NEARLY_ONE", "AttentionErrors", "AttentionRemainder", "FeedForwardRemainder",
-    "GatedFeedForwardRemainder", "Left", "Moved", "NormRemainder", "Remainder", "TokenwiseRemainder",
+    "GatedFeedForwardRemainder", "Left", "Moments", "Moved", "NormRemainder", "Remainder", "TokenwiseRemainder",
     "centred_values", "cosine_beyond", "gated_rest", "inverse_length", "mean_square", "neuron_bounds",
     "remainder_of", "spread_shape",
 ]  # fmt: skip
@@ -390,23 +392,54 @@ class AttentionRemainder(Remainder):
         t = linear + bilinear
         each = epsilon * self.score + of.score + dq[..., None] * (each_key[:, None] + mean_key[..., None])
         tau = torch.where(self.seen, each, 0.0).amax(2)
-        grown = torch.exp(tau)
-        farthest = tau + grown * t**2  # bounds |t_j − E_s t|
-        small = tau.clamp_min(1e-2)
-        second = 2 * (torch.expm1(small) - small) / small**2
-        third = 6 * (torch.expm1(small) - small - small**2 / 2) / small**3
+        moments = Moments(t, tau)
+        of_v, of_dv = moments.rest(2)
         dv = ellipsoid_sum(epsilon**2 * self.value, of.value)
         shape = ellipsoid_sum(
-            spread_shape(self.spread, bilinear + second / 2 * farthest * t),
-            spread_shape(dv, second * (t + farthest * t / 2)),
+            spread_shape(self.spread, bilinear + of_v),
+            spread_shape(dv, of_dv),
         )
         dc = epsilon * self.pulled + of.pulled
         margin = dc * bilinear + self.largest * bilinear * (linear + bilinear / 2)
-        fourth = (self.deviation + dc) * (farthest**2 * t + 3 * grown * t**3)
-        margin = margin + third / 6 * (3 * dc * farthest * t + fourth)
+        of_v, of_dv = moments.rest(3)
+        margin = margin + of_v * self.deviation + of_dv * dc
         margin = margin + of.pulled * of_error + self.largest * of_error**2 / 2
         margin = margin + self.deviation * of.query * of.key
         return Left(ellipsoid_sum(*shape), margin.sum())
+
+
+class Moments:
+    """Bounds on what one attention output leaves out as its scores and values change along a line.
+
+    The path is h(s) = E_{P_s}[v + s dv], bounded from deviations under the attention weights P. The scores
+    change by t; ``deviation`` bounds their deviation and ``tau`` the centred t.
+    """
+
+    def __init__(self, deviation: Tensor, tau: Tensor) -> None:
+        self.deviation, self.tau = deviation, tau
+
+    def rest(self, order: int) -> tuple[Tensor, Tensor]:
+        """Bound what the Taylor polynomial of h(1) leaves out from the given order on, which is 2, 3 or 4.
+
+        It is ∫ (1 − s)^(p−1)/(p − 1)! h⁽ᵖ⁾(s) ds, h⁽ᵖ⁾ = p κ(dv, t, …) + κ(v + s dv, t, …), with cumulants κ.
+        The bound is the first factor times the deviation of v plus the second times that of dv. Both grow
+        with s: on each of equal parts of the line they are taken at its end.
+        """
+        ends = torch.arange(1, _PANELS + 1, dtype=self.tau.dtype)[:, None, None] / _PANELS
+        shares = ((1 + 1 / _PANELS - ends) ** order - (1 - ends) ** order) / math.factorial(order)
+        grown = torch.exp(ends * self.tau)
+        variance = grown * self.deviation**2
+        far = self.tau + ends * variance  # bounds |t_j − E_s t|
+        cumulants = {
+            1: torch.ones_like(far),
+            2: far,
+            3: torch.maximum(far**2, 3 * variance),
+            4: far * (torch.maximum(far**2, 6 * variance) + 4 * variance),
+        }
+        weights = shares * grown * self.deviation
+        of_v = weights * cumulants[order]
+        of_dv = weights * order * cumulants[order - 1] + ends * of_v
+        return of_v.sum(0), of_dv.sum(0)
 
 
 def centred_values(attention: Attention, own: Softmax) -> Tensor:

@@ -32,6 +32,7 @@ from howsmooth.bounds.radius.second_order_remainders import (
     AttentionRemainder,
     GatedFeedForwardRemainder,
     Left,
+    Moments,
     Moved,
     NormRemainder,
     Remainder,
@@ -289,10 +290,14 @@ class CubicAttention(AttentionRemainder):
         tau = torch.where(self.seen, epsilon * self.score + each_c, 0.0).amax(2)
         each_linear = epsilon * torch.where(self.seen, self.score, 0.0).amax(2)
         largest_c = torch.where(self.seen, each_c, 0.0).amax(2)
-        moments = _Moments(linear, c, tau)
+        moments = Moments(linear + c, tau)
+        apart = torch.stack([linear, each_linear]), torch.stack([c, largest_c])
+        # κ(v, t, t, t)/6 − κ(v, ℓ, ℓ, ℓ)/6 is ½ ∫ κ(v, c, u, u) dλ with u = ℓ + λ c
+        squares = (apart[0] * (apart[0] + apart[1]) + apart[1] ** 2 / 3) / 2
+        of_v, of_dv = moments.rest(4)
+        of_v, of_v1 = of_v + c * (2 * squares[0] + squares[1]), of_dv + c * (each_linear + largest_c / 2)
+        of_v2 = of_dv + tau * moments.deviation / 2
         v1, v2 = square * self.value, ellipsoid_sum(square**2 * self.value_form, of.value)
-        # factors of the values, of their first and of their second change, without and with the cubic part
-        of_v, of_v1, of_v2 = moments.beyond_third_order()
         known = ellipsoid_sum(
             spread_shape(self.spread, dq2 * dk2 + each_linear * longer + largest_c * c / 2 + of_v),
             spread_shape(v1, longer + of_v1),
@@ -302,61 +307,20 @@ class CubicAttention(AttentionRemainder):
         if self.crossed is not None:
             lengths = radii(errors).square()[:, None, None, None]
             known = ellipsoid_sum(known, *(square * lengths * self.crossed))
-        of_v, of_dv = moments.third_order()
+        rough_v, rough_dv = moments.rest(3)
         # Only the input of the network has such rows: without forms and errors, values change by v₁ alone.
         rough = ellipsoid_sum(
-            spread_shape(self.spread, longer + each_linear * c + largest_c * c / 2 + of_v),
-            spread_shape(v1, c + of_dv),
+            spread_shape(self.spread, longer + each_linear * c + largest_c * c / 2 + rough_v),
+            spread_shape(v1, c + rough_dv),
         )
         shape = torch.where(self.exact[:, None, None], known, ellipsoid_sum(*rough))
         b = square * self.bilinear_deviation + longer
         e = square * self.curved_deviation + of_error
         dc1, dc2 = epsilon * self.pulled, square * self.pulled_form + of.pulled
         margin = dc1 * longer + dc2 * b + self.largest * (linear * longer + e * b + b**2 / 2)
-        of_v, of_v1, of_v2 = moments.beyond_third_order()
         margin = margin + of_v * self.deviation + of_v1 * dc1 + of_v2 * dc2
         margin = margin + dc2 * e + self.largest * e**2 / 2 + self.deviation * dq2 * dk2
         return Left(shape, margin.sum())
-
-
-class _Moments:
-    """Bounds on what one attention output leaves out as its scores and values change along a line.
-
-    The path is h(s) = E_{P_s}[v + s dv], bounded from deviations under the attention weights P. The scores
-    change by t = ℓ + c; ``linear`` and ``c`` bound their deviations and ``tau`` the centred t.
-    """
-
-    def __init__(self, linear: Tensor, c: Tensor, tau: Tensor) -> None:
-        self.linear, self.c, self.tau, self.t = linear, c, tau, linear + c
-        self.grown = torch.exp(tau)
-        self.farthest = tau + self.grown * self.t**2  # bounds |t_j − E_s t|
-        small = tau.clamp_min(0.05)
-        # ∫ (1 − s)² / 2 e^{sτ} ds and ∫ (1 − s)³ / 6 e^{sτ} ds
-        self.third = (torch.expm1(small) - small - small**2 / 2) / small**3
-        self.fourth = (torch.expm1(small) - small - small**2 / 2 - small**3 / 6) / small**4
-
-    def third_order(self) -> tuple[Tensor, Tensor]:
-        """Bound ∫ (1 − s)² / 2 h'''(s) ds, the third-order Taylor remainder of an attention output h(s).
-
-        Here h''' = 3 κ(dv, t, t) + κ(v + s dv, t, t, t), with cumulants κ. The bound is the first factor
-        times the deviation of v plus the second times that of dv.
-        """
-        t, far = self.t, self.farthest
-        power = far**2 * t + 3 * self.grown * t**3
-        return self.third * power, self.third * (3 * far * t + power)
-
-    def beyond_third_order(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Bound the rest of an attention output h(s) after its quadratic Taylor polynomial and its main cubic
-        term have been subtracted.
-
-        The main cubic term is ½ κ(v₁, ℓ, ℓ) + κ(v, ℓ, ℓ, ℓ)/6 at s = 0. The bound is the sum of three factors
-        times the deviations of v, v₁ and v₂.
-        """
-        c, t, tau, far = self.c, self.t, self.tau, self.farthest
-        fifth = far * t * (far**2 + 10 * self.grown * t**2)
-        of_dv = self.fourth * (4 * (far**2 * t + 3 * self.grown * t**3) + fifth)
-        of_v = c * (tau**2 / 2 + 1.5 * t**2) + self.fourth * fifth
-        return of_v, c * tau + of_dv, tau * t / 2 + of_dv
 
 
 class _Tensors:
