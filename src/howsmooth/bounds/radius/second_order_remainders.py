@@ -42,7 +42,7 @@ from howsmooth.bounds.radius.transformer_layers import (
     Softmax,
 )
 from howsmooth.rounding import INFLATION
-from howsmooth.rounding.rounded_tensor import lower, upper
+from howsmooth.rounding.rounded_tensor import lower, upper, plain
 
 # A displacement beyond this share of a token's length counts as the whole length.
 NEARLY_ONE = 1 - 1e-6
@@ -309,6 +309,7 @@ class Reached(NamedTuple):
     each_key: Tensor
     key: Tensor
     score: Tensor
+    score_deviation: Tensor
     pulled: Tensor
     value: Tensor
 
@@ -333,13 +334,16 @@ class AttentionErrors:
         P, attention, rows = self.weights, self.attention, errors[self.attention.rows]
         each_key = radii(errors, attention.key_maps(len(errors)))
         key = half_widths(errors, self.by_key).mT
+        query = half_widths(rows, self.by_query)
+        deviation = mean_square(P, key) + mean_square(P, query)
         key = key + torch.einsum("hij,hij->hi", P, key)[..., None]
         value = half_widths(errors, self.by_value[:, None]).mT
         return Reached(
             query=radii(rows, attention.query_maps()),
             each_key=each_key,
             key=mean_square(P, each_key),
-            score=key + half_widths(rows, self.by_query),
+            score=key + query,
+            score_deviation=deviation,
             pulled=mean_square(P, value),
             value=mixture(P, ellipsoid_image(self.out[:, None], errors)),
         )
@@ -387,7 +391,7 @@ class AttentionRemainder(Remainder):
         each_key = epsilon * self.each_key + of.each_key
         mean_key = torch.einsum("hij,hj->hi", P, each_key)
         bilinear = dq * dk  # bounds the deviation of b
-        of_error = mean_square(P, of.score)
+        of_error = of.score_deviation
         linear = epsilon * self.score_deviation + of_error
         t = linear + bilinear
         each = epsilon * self.score + of.score + dq[..., None] * (each_key[:, None] + mean_key[..., None])
@@ -453,6 +457,8 @@ def _value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
     most 1 and |δ| ≤ 1: Σ_j P_j V_j V_jᵀ, or the ball of ``weighted_norm`` where its trace is smaller.
     """
     apart = mixture(weights, gram(changes))
+    mean=torch.einsum("hij,hjok->hiok",weights,plain(changes))
+    apart=apart-mean@mean.mT*(1-1e-6)
     joint = balls(weighted_norm(weights, changes), changes.shape[2])
     smaller = joint.diagonal(dim1=2, dim2=3).sum(-1) < apart.diagonal(dim1=2, dim2=3).sum(-1)
     return torch.where(smaller[..., None, None], joint, apart)

@@ -273,6 +273,7 @@ class CubicAttention(AttentionRemainder):
             self.third[i] = tensors.cubic(i, forms, squares[:, i], mean[:, i], q2, k2)
             if self.crossed is not None:
                 self.crossed[:, i] = tensors.crossed(i)
+        self.tensors=tensors
 
     def _left(self, epsilon: float, errors: Tensor) -> Left:
         P, square, of = self.weights, epsilon**2, self.errors(errors)
@@ -284,28 +285,40 @@ class CubicAttention(AttentionRemainder):
         each1 = each1[:, None] + torch.einsum("hij,hj->hi", P, each1)[..., None]
         each2 = each2[:, None] + torch.einsum("hij,hj->hi", P, each2)[..., None]
         each_longer = dq1[..., None] * each2 + dq2[..., None] * (each1 + each2)
-        linear, of_error = epsilon * self.score_deviation, mean_square(P, of.score)
+        linear, of_error = epsilon * self.score_deviation, of.score_deviation
         c = square * self.form_deviation + of_error + longer
         each_c = square * self.form + of.score + each_longer
         tau = torch.where(self.seen, epsilon * self.score + each_c, 0.0).amax(2)
         each_linear = epsilon * torch.where(self.seen, self.score, 0.0).amax(2)
         largest_c = torch.where(self.seen, each_c, 0.0).amax(2)
-        moments = Moments(linear + c, tau)
-        apart = torch.stack([linear, each_linear]), torch.stack([c, largest_c])
-        # κ(v, t, t, t)/6 − κ(v, ℓ, ℓ, ℓ)/6 is ½ ∫ κ(v, c, u, u) dλ with u = ℓ + λ c
-        squares = (apart[0] * (apart[0] + apart[1]) + apart[1] ** 2 / 3) / 2
+        t = linear + c
+        moments = Moments(t, tau)
+        # κ(v, t, t, t)/6 − κ(v, ℓ, ℓ, ℓ)/6 is ½ ∫ κ(v, c, u, u) dλ with u = ℓ + λ c, and the same of v₁ with
+        # κ(v₁, t, t)/2 is ∫ κ(v₁, c, u) dλ
         of_v, of_dv = moments.rest(4)
-        of_v, of_v1 = of_v + c * (2 * squares[0] + squares[1]), of_dv + c * (each_linear + largest_c / 2)
-        of_v2 = of_dv + tau * moments.deviation / 2
+        squares = [linear * t + c**2 / 3]
+        cu, cuu = each_c * (epsilon*self.score + each_c / 2), torch.maximum(epsilon*self.score, linear[..., None])
+        other=torch.maximum(each_c, c[..., None])
+        cuu=each_c*(cuu*(cuu+other)+other**2/3)
+        gu=c * (each_linear + largest_c / 2)
+        guu=c*(each_linear*(each_linear+largest_c)+largest_c**2/3)
+        cu=torch.minimum(gu, mean_square(P, cu)); cuu=torch.minimum(guu, mean_square(P, cuu))
+        cc=torch.minimum(largest_c*c, mean_square(P, each_c**2))/2
+        of_v, of_v1 = of_v + cc+cuu / 2 + c * squares[0], of_dv + cu
+        of_v2 = of_dv + torch.minimum(tau * moments.deviation, mean_square(P,(epsilon*self.score+each_c)**2)) / 2
         v1, v2 = square * self.value, ellipsoid_sum(square**2 * self.value_form, of.value)
         known = ellipsoid_sum(
-            spread_shape(self.spread, dq2 * dk2 + each_linear * longer + largest_c * c / 2 + of_v),
+            spread_shape(self.spread, dq2 * dk2 + each_linear * longer + of_v),
             spread_shape(v1, longer + of_v1),
             spread_shape(v2, c + of_v2),
         )
         known = ellipsoid_sum(*known, epsilon**6 * self.third)
         if self.crossed is not None:
             lengths = radii(errors).square()[:, None, None, None]
+            if P.shape[1]==1:
+                U=errors; ev,V=torch.linalg.eigh((U+U.mT)/2); root=V*ev.clamp_min(0).sqrt()[:,None]
+                self.crossed[:,0]=self.tensors.crossed(0,root)
+                lengths=lengths*0+1
             known = ellipsoid_sum(known, *(square * lengths * self.crossed))
         rough_v, rough_dv = moments.rest(3)
         # Only the input of the network has such rows: without forms and errors, values change by v₁ alone.
@@ -365,7 +378,7 @@ class _Tensors:
         # A sum of products for each variable has fewer terms, and a smaller rounding error, than one product.
         return gram(found).sum(0)
 
-    def crossed(self, i: int) -> Tensor:
+    def crossed(self, i: int, root=None) -> Tensor:
         """Return ellipsoids (n, d_out, d_out) that contain D²F[Gδ, x_j] in row i for each token j and all
         |δ| ≤ 1, |x_j| ≤ 1. They are Gram matrices.
         """
@@ -388,6 +401,7 @@ class _Tensors:
             turned += torch.einsum("hk,hod->okd", scored[:, j], self.out)
             if j == int(attention.rows[i]):
                 turned += by_query
+            if root is not None: turned=turned@root[j]
             found.append(gram(turned.flatten(1)))
         return torch.stack(found)
 
