@@ -48,7 +48,7 @@ def gram(factors: Float[Tensor, "*batch d r"]) -> Float[Tensor, "*batch d d"]:
     """Return ellipsoids that contain those of the matrices A Aᵀ, for factors A with rounding errors."""
     value, error = settled(factors)
     found = value @ value.mT * (1 + _SHARE)
-    squares = gamma(factors.shape[-1] + _MORE) * _traces(found) + (1 + 1 / _SHARE) * error**2
+    squares = gamma(factors.shape[-1] + _MORE) * _traces(found) + (1 + 1 / _SHARE) * error * error
     return _enlarged((found + found.mT) / 2, squares)
 
 
@@ -81,7 +81,7 @@ def ellipsoid_image(
     larger = value
     if error:
         larger = value * (1 + _SHARE)
-        squares = (squares + (1 + 1 / _SHARE) * error**2 * trace) * (1 + _SHARE)
+        squares = (squares + (1 + 1 / _SHARE) * error * error * trace) * (1 + _SHARE)
     return _enlarged(larger @ shapes @ value.mT, squares)
 
 
@@ -103,7 +103,7 @@ def scaled(
     found *= value[..., None, :]
     squares = gamma(_MORE) * _traces(found)
     if error:
-        squares = squares + (1 + 1 / _SHARE) * (1 + _SHARE) * error**2 * _traces(shapes)
+        squares = squares + (1 + 1 / _SHARE) * (1 + _SHARE) * error * error * _traces(shapes)
     return _enlarged(found, squares)
 
 

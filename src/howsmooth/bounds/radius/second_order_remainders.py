@@ -34,6 +34,7 @@ from howsmooth.bounds.radius.ellipsoid_arithmetic import (
 )
 from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm, weighted_norm
 from howsmooth.bounds.radius.transformer_layers import (
+    Activation,
     Attention,
     FeedForward,
     GatedFeedForward,
@@ -213,13 +214,16 @@ class FeedForwardRemainder(Remainder):
         linear = epsilon**2 * self.linear
         y = enclosing(ellipsoid_image(self.layer.up, errors))
         z = ellipsoid_sum(linear, y)
-        beyond = ((self.bend / 2, product(y, y)), (self.twist / 6, product(z, z, z)))
-        change = z.diagonal(dim1=1, dim2=2).sqrt()
-        fourth = self.layer.activation.beyond(3, self.z, change)
-        products = ((self.bend, product(linear, y)), *beyond)
-        quadratic = epsilon**4 * self.quadratic
-        moved = None if self.layer.activation.kink else (z, change)
-        return neuron_bounds(self.layer, self.adjoint, products, beyond, fourth, quadratic, moved=moved)
+        cut = Truncated(self.layer.activation, self.z, (linear, y, z), third_order=False)
+        bend, twist = self.bend, self.twist
+        shared = (
+            (cut.from_second, bend / 2, (y, y)),
+            (~cut.from_second, bend / 2, (linear, linear)),
+            (cut.from_third, twist / 6, (z, z, z)),
+        )
+        shape = cut.terms((cut.from_second, bend, (linear, y)))
+        margin = cut.terms((~cut.from_second, bend, (linear, y)))
+        return neuron_bounds(self.layer, self.adjoint, cut.terms(*shared), shape, margin, cut, epsilon**4 * self.quadratic)
 
 
 class GatedFeedForwardRemainder(Remainder):
@@ -247,7 +251,7 @@ class GatedFeedForwardRemainder(Remainder):
         rest = gated_rest(layer, self.z, self.v, z, v)
         products = ((self.bend / 2, product(z, z)), (self.mixed, product(z, v)), *third)
         beyond = ((self.bend / 2, product(y, y)), (self.mixed, product(y, w)), *third)
-        return neuron_bounds(layer, self.adjoint, products, beyond, rest)
+        return neuron_bounds_old(layer, self.adjoint, products, beyond, rest)
 
 
 def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Tensor) -> Tensor:
@@ -255,10 +259,74 @@ def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Te
     z and v change within the ellipsoids ``dz`` and ``dv`` (n, m, m).
     """
     of_z, of_v = (shape.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt() for shape in (dz, dv))
-    return upper(v.abs()) * layer.activation.beyond(3, z, of_z) + of_v * layer.activation.beyond(2, z, of_z)
+    rests = layer.activation.rests(z, of_z).size
+    return upper(v.abs()) * rests[2] + of_v * rests[1]
 
 
-def neuron_bounds(
+RHO=[1.,1.]
+
+
+class Truncated:
+    """The Taylor polynomials of the activations of a layer, each of the degree for which least is left out.
+
+    The changes of the neurons are linear, in the first of the given ellipsoids (n, m, m), or beyond that, in
+    the second; the third contains their sum. ``from_second`` to ``from_fourth`` (n, m) say which neurons have
+    the terms of these orders; ``rest`` and ``relative`` bound the rest |r| of each, and |r|/z² for changes z.
+    """
+
+    def __init__(
+        self, activation: Activation, z: Tensor, changes: tuple[Tensor, Tensor, Tensor], *, third_order: bool
+    ) -> None:
+        self.last=z.shape[-1]==128
+        self.changes, self.kink = changes[2], activation.kink
+        widths = [found.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt() for found in changes]
+        linear, y, self.width = widths
+        bend, twist, fourth = (upper(activation.derivative(order, z).abs()) for order in (2, 3, 4))
+        size, relative = activation.rests(z, self.width)
+        cubic = twist * linear**3 / 6 if third_order else 0.0
+        beyond = twist * (linear * y * (linear + y) / 2 + y**3 / 6) if third_order else twist * self.width**3 / 6
+        rho = RHO[1 if self.last else 0]
+        size=size/rho
+        costs = [
+            size[0] + bend * linear * (y + linear / 2) + cubic,
+            size[1] + bend * y**2 / 2 + cubic,
+            size[2] + bend * y**2 / 2 + beyond,
+        ]
+        if third_order:
+            costs.append(size[3] + bend * y**2 / 2 + beyond + fourth * self.width**4 / 24)
+        degree = torch.stack(costs).argmin(0)
+        self.from_second, self.from_third, self.from_fourth = (degree >= least for least in (1, 2, 3))
+        self.rest, self.relative = (found.gather(0, degree[None])[0] for found in (size*rho, relative))
+
+    @staticmethod
+    def terms(*terms: tuple[Tensor, Tensor, tuple[Tensor, ...]]) -> list[tuple[Tensor, Tensor]]:
+        """Return factors and ellipsoids for sums of factor ∘ product over the neurons in the first of each."""
+        return [(factor * of, product(*shapes)) for of, factor, shapes in terms if bool(of.any())]
+
+
+def neuron_bounds(layer, adjoint, both, shape_terms, margin_terms, cut, *outputs):
+    products=[*shape_terms,*both]; beyond=[*margin_terms,*both]
+    rest=cut.rest
+    lengths=torch.linalg.vector_norm(plain(layer.down),dim=0).clamp_min(1e-300)
+    N=rest[:,:,None]*rest[:,None]
+    margin = (upper(adjoint.abs()) * rest).sum(1)
+    D=(N@lengths)/lengths
+    if not cut.kink:  # not all neurons move by their largest change at once
+        squares=cut.relative
+        M=product(cut.changes, cut.changes)
+        jointly = half_widths(M, (upper(adjoint.abs()) * squares)[:,None])[:,0]
+        N=squares[:,:,None]*M*squares[:,None]
+        D2=(N@lengths)/lengths
+        D=torch.where(((D2*lengths**2).sum(1)<(D*lengths**2).sum(1))[:,None],D2,D)
+        margin = torch.minimum(margin, jointly)
+    products.append((torch.ones_like(rest),torch.diag_embed(D)))
+    shape = ellipsoid_sum(weighted_images(layer.down, products), *outputs)
+    for factor, matrix in beyond:
+        margin = margin + half_widths(matrix, (adjoint * factor)[:, None])[:, 0]
+    return Left(shape, upper(margin.sum()))
+
+
+def neuron_bounds_old(
     layer: FeedForward | GatedFeedForward,
     adjoint: Tensor,
     products: Sequence[tuple[Tensor, Tensor]],

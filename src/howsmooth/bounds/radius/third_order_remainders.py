@@ -43,6 +43,8 @@ from howsmooth.bounds.radius.second_order_remainders import (
     inverse_length,
     mean_square,
     neuron_bounds,
+    neuron_bounds_old,
+    Truncated,
     spread_shape,
 )
 from howsmooth.bounds.radius.spectral_norm_bounds import each_form_norm, form_norm
@@ -151,25 +153,24 @@ class CubicFeedForward(Remainder):
         self.third = ellipsoid_image(layer.down, product(self.linear, torch.stack(mixed)))
 
     def _left(self, epsilon: float, errors: Tensor) -> Left:
-        activation = self.layer.activation
-        linear = epsilon**2 * self.linear
+        linear, squared = epsilon**2 * self.linear, epsilon**4 * self.squared
         error = enclosing(ellipsoid_image(self.layer.up, errors))
-        y = ellipsoid_sum(epsilon**4 * self.squared, error)
+        y = ellipsoid_sum(squared, error)
         z = ellipsoid_sum(linear, y)
-        beyond = (
-            (self.bend / 2, product(y, y)),
-            (self.twist / 2, product(linear, linear, y)),
-            (self.twist / 2, product(linear, y, y)),
-            (self.twist / 6, product(y, y, y)),
-            (activation.derivative(4, self.z) / 24, product(z, z, z, z)),
+        bend, twist, fourth = self.bend, self.twist, self.layer.activation.derivative(4, self.z)
+        cut = Truncated(self.layer.activation, self.z, (linear, y, z), third_order=True)
+        shared = cut.terms(
+            (cut.from_second, bend / 2, (y, y)),
+            (~cut.from_second, bend / 2, (linear, linear)),
+            (~cut.from_third, twist / 6, (linear, linear, linear)),
+            (cut.from_third, twist / 2, (linear, linear, y)),
+            (cut.from_third, twist / 2, (linear, y, y)),
+            (cut.from_third, twist / 6, (y, y, y)),
+            (cut.from_fourth, fourth / 24, (z, z, z, z)),
         )
-        change = half_widths(errors, self.layer.up) + epsilon**2 * self.forms
-        change = change + linear.diagonal(dim1=1, dim2=2).sqrt()
-        change = torch.minimum(change, z.diagonal(dim1=1, dim2=2).sqrt())
-        fifth = activation.beyond(4, self.z, change)
-        products = ((self.bend, product(linear, error)), *beyond)
-        third, moved = epsilon**6 * self.third, (None if activation.kink else (z, change))
-        return neuron_bounds(self.layer, self.adjoint, products, beyond, fifth, third, moved=moved)
+        shape = cut.terms((cut.from_second, bend, (linear, error)), (~cut.from_second, bend, (linear, squared)))
+        margin = cut.terms((~cut.from_second, bend, (linear, y)))
+        return neuron_bounds(self.layer, self.adjoint, shared, shape, margin, cut, epsilon**6 * self.third)
 
 
 class CubicGatedFeedForward(GatedFeedForwardRemainder):
@@ -213,7 +214,7 @@ class CubicGatedFeedForward(GatedFeedForwardRemainder):
             (self.twist_v / 2, product(y, y, v)),
         )
         products = (*second, *crossed, *cubes)
-        return neuron_bounds(layer, self.adjoint, products, (*second, *beyond), rest)
+        return neuron_bounds_old(layer, self.adjoint, products, (*second, *beyond), rest)
 
 
 class CubicAttention(AttentionRemainder):

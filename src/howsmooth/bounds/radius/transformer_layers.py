@@ -27,11 +27,11 @@ _Bound = Callable[[Tensor, Tensor], Tensor]
 
 # An extremum that lies outside of an interval by less than this counts as inside.
 _NEAR = 1e-9
-# In so many parts is the interval divided on which the rest of a Taylor polynomial is bounded.
-_PARTS = 8
+# In so many cells is each side of an interval divided on which the rest of a Taylor polynomial is bounded.
+_CELLS = 16
 
 __all__ = [
-    "ACTIVATIONS", "Activation", "Attention", "FeedForward", "GatedFeedForward", "Map", "Norm", "Softmax",
+    "ACTIVATIONS", "Activation", "Attention", "FeedForward", "GatedFeedForward", "Map", "Norm", "Rests", "Softmax",
 ]  # fmt: skip
 
 
@@ -104,6 +104,15 @@ class Norm:
         return self.centre(-turned / r[..., None] ** 2)
 
 
+class Rests(NamedTuple):
+    """Bounds on the errors r of an activation's Taylor polynomials of the degrees 1 to 4, for changes t up to
+    some width: on |r| (4, *batch) and on |r|/t².
+    """
+
+    size: Tensor
+    relative: Tensor
+
+
 class Activation(NamedTuple):
     """An activation function φ, applied entry by entry.
 
@@ -125,21 +134,39 @@ class Activation(NamedTuple):
             return exact(function(plain(z)), math.sqrt(int(near.sum())))
         return along(function, self.slopes[order], z)
 
-    def beyond(self, order: int, z: Tensor, width: Tensor) -> Tensor:
-        """Bound the error of the activation's Taylor polynomial around z of the degree ``order``, from 2 to
-        4, on the interval from z − width to z + width.
-        """
+    def rests(self, z: Tensor, width: Tensor) -> Rests:
+        """Bound the errors of the activation's Taylor polynomials around z, from z − width to z + width."""
         if self.kink:
-            return (upper(width) - lower(z.abs())).clamp_min(0)
-        # Of the integral of (width − s)^order/order! times the next derivative, each part has its own bound.
-        ends = [(1 - part / _PARTS) ** (order + 1) for part in range(_PARTS + 1)]
-        half, sides = width / (2 * _PARTS), list[Tensor]()
-        for side in (-1, 1):
-            centres = [z + side * (2 * part + 1) / (2 * _PARTS) * width for part in range(_PARTS)]
-            parts = zip(centres, ends[:-1], ends[1:], strict=True)
-            each = [self.largest[order - 2](at, half) * (of - to) for at, of, to in parts]
-            sides.append(torch.stack(each).sum(0))
-        return torch.maximum(*sides) / math.factorial(order + 1) * width ** (order + 1)
+            size = (upper(width) - lower(z.abs())).clamp_min(0).expand(4, *z.shape)
+            return Rests(size, torch.full_like(size, torch.inf))
+        ends = torch.arange(1, _CELLS + 1, dtype=z.dtype).reshape(-1, *(1,) * z.ndim) / _CELLS
+        far = ends * width
+        near = torch.cat([torch.zeros_like(far[:1]), far[:-1]])
+        sides = [self._rests_beside(z, side, near, far) for side in (-1, 1)]
+        return Rests(*(torch.maximum(*both) for both in zip(*sides, strict=True)))
+
+    def _rests_beside(self, z: Tensor, side: int, near: Tensor, far: Tensor) -> Rests:
+        """Bound the errors of Taylor polynomials where ``side`` times the change lies between near and far,
+        for all of the cells (cells, *batch).
+
+        |r| is at most its larger value at the ends of the cell and (far − near)²/8 times the largest |r''|.
+        """
+        rest = self.derivative(0, z + side * far) - self.derivative(0, z)
+        middle, bounds = z + side * far / 2, list[tuple[Tensor, Tensor]]()
+        for degree in range(1, 5):
+            slope = self.derivative(degree, z)
+            rest = rest - slope * (side * far) ** degree / math.factorial(degree)
+            at_far = upper(rest.abs())
+            at_near = torch.cat([torch.zeros_like(at_far[:1]), at_far[:-1]])
+            largest = self.largest[max(degree - 2, 0)](middle, far / 2)
+            if degree == 1:
+                largest = upper(self.derivative(2, z).abs()) + largest * far
+            bend = largest * far ** (degree - 1) / math.factorial(degree - 1)  # bounds |r''|
+            size = torch.maximum(at_near, at_far) + (far - near) ** 2 / 8 * bend
+            by_square = bend / (degree * (degree + 1))
+            relative = torch.where(near > 0, torch.minimum(size / near**2, by_square), by_square)
+            bounds.append((torch.minimum(size, by_square * far**2).amax(0), relative.amax(0)))
+        return Rests(*map(torch.stack, zip(*bounds, strict=True)))
 
 
 def _density(z: Tensor) -> Tensor:
