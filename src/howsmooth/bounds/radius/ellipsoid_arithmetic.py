@@ -19,7 +19,7 @@ from howsmooth.rounding.rounded_tensor import plain, settled
 
 __all__ = [
     "balls", "ellipsoid_image", "ellipsoid_sum", "enclosing", "gram", "half_widths", "mixture", "product",
-    "radii", "scaled", "weighted_images",
+    "radii", "scaled", "weighted_images", "without_gram",
 ]  # fmt: skip
 
 # Shapes that are given may be a scalar times a matrix; this counts those roundings and the last ones.
@@ -50,6 +50,16 @@ def gram(factors: Float[Tensor, "*batch d r"]) -> Float[Tensor, "*batch d d"]:
     found = value @ value.mT * (1 + _SHARE)
     squares = gamma(factors.shape[-1] + _MORE) * _traces(found) + (1 + 1 / _SHARE) * error * error
     return _enlarged((found + found.mT) / 2, squares)
+
+
+def without_gram(
+    shapes: Float[Tensor, "*batch d d"], factors: Float[Tensor, "*batch d r"]
+) -> Float[Tensor, "*batch d d"]:
+    """Return ellipsoids that contain those of the matrices U − A Aᵀ, for factors A with rounding errors."""
+    value, error = settled(factors)
+    taken = value @ value.mT * (1 - _SHARE)
+    squares = gamma(factors.shape[-1] + _MORE) * (_traces(taken) + _traces(shapes)) + error * error / _SHARE
+    return _enlarged(shapes - (taken + taken.mT) / 2, squares)
 
 
 def balls(radii: Float[Tensor, "*batch"], size: int) -> Float[Tensor, "*batch size size"]:

@@ -31,6 +31,7 @@ from howsmooth.bounds.radius.ellipsoid_arithmetic import (
     radii,
     scaled,
     weighted_images,
+    without_gram,
 )
 from howsmooth.bounds.radius.spectral_norm_bounds import spectral_norm, weighted_norm
 from howsmooth.bounds.radius.transformer_layers import (
@@ -43,12 +44,14 @@ from howsmooth.bounds.radius.transformer_layers import (
     Softmax,
 )
 from howsmooth.rounding import INFLATION
-from howsmooth.rounding.rounded_tensor import lower, upper, plain
+from howsmooth.rounding.rounded_tensor import lower, upper
 
 # A displacement beyond this share of a token's length counts as the whole length.
 NEARLY_ONE = 1 - 1e-6
 # A power of two, so that the shares of the line are exact.
 _PANELS = 32
+# Neurons whose outputs are shorter than this share of the longest count as if they were this long.
+_SHORTEST = 1e-6
 
 __all__ = [
     "NEARLY_ONE", "AttentionErrors", "AttentionRemainder", "FeedForwardRemainder",
@@ -214,16 +217,17 @@ class FeedForwardRemainder(Remainder):
         linear = epsilon**2 * self.linear
         y = enclosing(ellipsoid_image(self.layer.up, errors))
         z = ellipsoid_sum(linear, y)
-        cut = Truncated(self.layer.activation, self.z, (linear, y, z), third_order=False)
+        cut = Truncated(self.layer.activation, self.z, (linear, y, z))
         bend, twist = self.bend, self.twist
-        shared = (
+        both = cut.terms(
             (cut.from_second, bend / 2, (y, y)),
             (~cut.from_second, bend / 2, (linear, linear)),
             (cut.from_third, twist / 6, (z, z, z)),
         )
-        shape = cut.terms((cut.from_second, bend, (linear, y)))
-        margin = cut.terms((~cut.from_second, bend, (linear, y)))
-        return neuron_bounds(self.layer, self.adjoint, cut.terms(*shared), shape, margin, cut, epsilon**4 * self.quadratic)
+        products = both + cut.terms((cut.from_second, bend, (linear, y)))
+        beyond = both + cut.terms((~cut.from_second, bend, (linear, y)))
+        quadratic = epsilon**4 * self.quadratic
+        return neuron_bounds(self.layer, self.adjoint, products, beyond, cut.rest, quadratic, moved=cut.moved)
 
 
 class GatedFeedForwardRemainder(Remainder):
@@ -251,7 +255,7 @@ class GatedFeedForwardRemainder(Remainder):
         rest = gated_rest(layer, self.z, self.v, z, v)
         products = ((self.bend / 2, product(z, z)), (self.mixed, product(z, v)), *third)
         beyond = ((self.bend / 2, product(y, y)), (self.mixed, product(y, w)), *third)
-        return neuron_bounds_old(layer, self.adjoint, products, beyond, rest)
+        return neuron_bounds(layer, self.adjoint, products, beyond, rest)
 
 
 def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Tensor) -> Tensor:
@@ -263,70 +267,46 @@ def gated_rest(layer: GatedFeedForward, z: Tensor, v: Tensor, dz: Tensor, dv: Te
     return upper(v.abs()) * rests[2] + of_v * rests[1]
 
 
-RHO=[1.,1.]
-
-
 class Truncated:
     """The Taylor polynomials of the activations of a layer, each of the degree for which least is left out.
 
-    The changes of the neurons are linear, in the first of the given ellipsoids (n, m, m), or beyond that, in
-    the second; the third contains their sum. ``from_second`` to ``from_fourth`` (n, m) say which neurons have
-    the terms of these orders; ``rest`` and ``relative`` bound the rest |r| of each, and |r|/z² for changes z.
+    The change z of a neuron is linear in δ, in the first of the given ellipsoids (n, m, m), or y, in the
+    second; the third contains the sum. ``from_second`` to ``from_fourth`` (n, m) say which neurons have terms
+    of these orders. The rest of each is at most ``rest``, and, where ``moved`` is not None, at most the second
+    of ``moved`` times z², with z in its first.
     """
 
     def __init__(
-        self, activation: Activation, z: Tensor, changes: tuple[Tensor, Tensor, Tensor], *, third_order: bool
+        self,
+        activation: Activation,
+        z: Tensor,
+        changes: tuple[Tensor, Tensor, Tensor],
+        *,
+        cubic: bool = False,
     ) -> None:
-        self.last=z.shape[-1]==128
-        self.changes, self.kink = changes[2], activation.kink
-        widths = [found.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt() for found in changes]
-        linear, y, self.width = widths
+        """With ``cubic``, the cubes of the linear changes are known, and so is the fourth order."""
+        linear, y, width = (found.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt() for found in changes)
+        size, relative = activation.rests(z, width)
         bend, twist, fourth = (upper(activation.derivative(order, z).abs()) for order in (2, 3, 4))
-        size, relative = activation.rests(z, self.width)
-        cubic = twist * linear**3 / 6 if third_order else 0.0
-        beyond = twist * (linear * y * (linear + y) / 2 + y**3 / 6) if third_order else twist * self.width**3 / 6
-        rho = RHO[1 if self.last else 0]
-        size=size/rho
-        costs = [
-            size[0] + bend * linear * (y + linear / 2) + cubic,
-            size[1] + bend * y**2 / 2 + cubic,
-            size[2] + bend * y**2 / 2 + beyond,
-        ]
-        if third_order:
-            costs.append(size[3] + bend * y**2 / 2 + beyond + fourth * self.width**4 / 24)
-        degree = torch.stack(costs).argmin(0)
+        square, cube = bend * y**2 / 2, twist * width**3 / 6
+        known = twist * linear**3 / 6 if cubic else torch.zeros_like(width)
+        further = twist * (linear * y * width / 2 + y**3 / 6) if cubic else cube
+        terms = [bend * linear * (y + linear / 2) + known, square + known, square + further]
+        if cubic:
+            terms.append(square + further + fourth * width**4 / 24)
+        # Not all neurons reach the largest products at once: these count half. Any degrees are right.
+        degree = torch.stack([rest + term / 2 for rest, term in zip(size, terms, strict=False)]).argmin(0)
         self.from_second, self.from_third, self.from_fourth = (degree >= least for least in (1, 2, 3))
-        self.rest, self.relative = (found.gather(0, degree[None])[0] for found in (size*rho, relative))
+        self.rest, relative = (found.gather(0, degree[None])[0] for found in (size, relative))
+        self.moved = None if activation.kink else (changes[2], relative)
 
     @staticmethod
     def terms(*terms: tuple[Tensor, Tensor, tuple[Tensor, ...]]) -> list[tuple[Tensor, Tensor]]:
-        """Return factors and ellipsoids for sums of factor ∘ product over the neurons in the first of each."""
-        return [(factor * of, product(*shapes)) for of, factor, shapes in terms if bool(of.any())]
+        """Return factors, 0 where a neuron does not have the term, and the ellipsoids of products."""
+        return [(factor * has, product(*shapes)) for has, factor, shapes in terms if bool(has.any())]
 
 
-def neuron_bounds(layer, adjoint, both, shape_terms, margin_terms, cut, *outputs):
-    products=[*shape_terms,*both]; beyond=[*margin_terms,*both]
-    rest=cut.rest
-    lengths=torch.linalg.vector_norm(plain(layer.down),dim=0).clamp_min(1e-300)
-    N=rest[:,:,None]*rest[:,None]
-    margin = (upper(adjoint.abs()) * rest).sum(1)
-    D=(N@lengths)/lengths
-    if not cut.kink:  # not all neurons move by their largest change at once
-        squares=cut.relative
-        M=product(cut.changes, cut.changes)
-        jointly = half_widths(M, (upper(adjoint.abs()) * squares)[:,None])[:,0]
-        N=squares[:,:,None]*M*squares[:,None]
-        D2=(N@lengths)/lengths
-        D=torch.where(((D2*lengths**2).sum(1)<(D*lengths**2).sum(1))[:,None],D2,D)
-        margin = torch.minimum(margin, jointly)
-    products.append((torch.ones_like(rest),torch.diag_embed(D)))
-    shape = ellipsoid_sum(weighted_images(layer.down, products), *outputs)
-    for factor, matrix in beyond:
-        margin = margin + half_widths(matrix, (adjoint * factor)[:, None])[:, 0]
-    return Left(shape, upper(margin.sum()))
-
-
-def neuron_bounds_old(
+def neuron_bounds(
     layer: FeedForward | GatedFeedForward,
     adjoint: Tensor,
     products: Sequence[tuple[Tensor, Tensor]],
@@ -340,16 +320,20 @@ def neuron_bounds_old(
     The ellipsoids contain W₂ (Σ factor ∘ w + r) + v for w in the ellipsoids of ``products``, |r| ≤ ``rest``
     entry by entry, and v in each of the ellipsoids ``outputs`` (n, d_out, d_out). The effect on the margin is
     that of Σ factor ∘ w + r for w in the ellipsoids of ``beyond``, combined with ``adjoint`` (n, m). With
-    ``moved``, an ellipsoid of changes z and ``width``, it is also known that |r| ≤ rest (z/width)².
+    ``moved``, an ellipsoid of changes z and factors, it is also known that |r| ≤ factor ∘ z².
     """
-    size, margin = rest.square().sum(1), (upper(adjoint.abs()) * rest).sum(1)
+    size, lengths = upper(adjoint.abs()), torch.linalg.vector_norm(layer.down, dim=0)
+    lengths = lengths.clamp_min(_SHORTEST * float(lengths.amax()) + _SHORTEST)
+    margin = (size * rest).sum(1)
+    diagonal = rest * (rest @ lengths)[:, None] / lengths
     if moved is not None:  # not all neurons move by their largest change at once
-        squares = torch.where(moved[1] > 0, rest / moved[1].square(), 0.0)
-        factors = torch.stack([squares * rest, upper(adjoint.abs()) * squares], 1)
-        jointly = half_widths(product(moved[0], moved[0]), factors)
-        size, margin = torch.minimum(size, jointly[:, 0]), torch.minimum(margin, jointly[:, 1])
-    of_rest = size[:, None, None] * gram(layer.down)
-    shape = ellipsoid_sum(weighted_images(layer.down, products), of_rest, *outputs)
+        squares, factor = product(moved[0], moved[0]), moved[1]
+        margin = torch.minimum(margin, half_widths(squares, (size * factor)[:, None])[:, 0])
+        jointly = factor * (squares @ (factor * lengths)[..., None])[..., 0] / lengths
+        smaller = jointly @ lengths.square() < diagonal @ lengths.square()
+        diagonal = torch.where(smaller[:, None], jointly, diagonal)
+    of_rest = (torch.ones_like(rest), torch.diag_embed(diagonal))
+    shape = ellipsoid_sum(weighted_images(layer.down, [*products, of_rest]), *outputs)
     for factor, matrix in beyond:
         margin = margin + half_widths(matrix, (adjoint * factor)[:, None])[:, 0]
     return Left(shape, upper(margin.sum()))
@@ -368,8 +352,8 @@ class Reached(NamedTuple):
     cause.
 
     ``query`` (H, rows) and ``each_key`` (H, n) bound the changes of queries and keys, ``key`` (H, rows) the
-    root mean square of the latter, ``score`` (H, rows, n) the changes of centred scores, and ``pulled``
-    (H, rows) the deviation of the values along the adjoint. ``value`` (H, rows, d_out, d_out) contains
+    root mean square of the latter, ``score`` (H, rows, n) the changes of centred scores, ``score_deviation``
+    (H, rows) their deviation, and ``pulled`` that of the values along the adjoint. ``value`` (H, rows, d_out, d_out) contains
     Cov(V e, x) for scores x of deviation 1.
     """
 
@@ -403,7 +387,7 @@ class AttentionErrors:
         each_key = radii(errors, attention.key_maps(len(errors)))
         key = half_widths(errors, self.by_key).mT
         query = half_widths(rows, self.by_query)
-        deviation = mean_square(P, key) + mean_square(P, query)
+        deviation = mean_square(P, key) + mean_square(P, query)  # a second moment is at least a variance
         key = key + torch.einsum("hij,hij->hi", P, key)[..., None]
         value = half_widths(errors, self.by_value[:, None]).mT
         return Reached(
@@ -443,7 +427,8 @@ class AttentionRemainder(Remainder):
         self.query = spectral_norm(dq)
         self.key = weighted_norm(P, dk)
         self.each_key = spectral_norm(dk)
-        self.value = _value_shapes(P, torch.einsum("hod,ndk->hnok", self.errors.out, tangents))
+        values = torch.einsum("hod,ndk->hnok", self.errors.out, tangents)
+        self.value = _value_shapes(P, values, torch.einsum("hij,hjok->hiok", at.weights, values))
         self.spread = gram((root[..., None] * centred_values(attention, at)).mT)
         w = self.errors.by_head
         c = at.centred(w @ at.v.mT)
@@ -520,13 +505,11 @@ def centred_values(attention: Attention, own: Softmax) -> Tensor:
     return own.centred(images)
 
 
-def _value_shapes(weights: Tensor, changes: Tensor) -> Tensor:
+def _value_shapes(weights: Tensor, changes: Tensor, means: Tensor) -> Tensor:
     """Return ellipsoids (H, rows, d_out, d_out) that contain Cov(V δ, x) for all scores x of deviation at
-    most 1 and |δ| ≤ 1: Σ_j P_j V_j V_jᵀ, or the ball of ``weighted_norm`` where its trace is smaller.
+    most 1 and |δ| ≤ 1: Σ_j P_j V_j V_jᵀ − V̄ V̄ᵀ, or the ball of ``weighted_norm`` where its trace is smaller.
     """
-    apart = mixture(weights, gram(changes))
-    mean=torch.einsum("hij,hjok->hiok",weights,plain(changes))
-    apart=apart-mean@mean.mT*(1-1e-6)
+    apart = without_gram(mixture(weights, gram(changes)), means)
     joint = balls(weighted_norm(weights, changes), changes.shape[2])
     smaller = joint.diagonal(dim1=2, dim2=3).sum(-1) < apart.diagonal(dim1=2, dim2=3).sum(-1)
     return torch.where(smaller[..., None, None], joint, apart)

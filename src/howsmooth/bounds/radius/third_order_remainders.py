@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from howsmooth.bounds.radius.ellipsoid_arithmetic import (
+    balls,
     ellipsoid_image,
     ellipsoid_sum,
     enclosing,
     gram,
-    half_widths,
     mixture,
     product,
     radii,
@@ -37,22 +37,25 @@ from howsmooth.bounds.radius.second_order_remainders import (
     NormRemainder,
     Remainder,
     TokenwiseRemainder,
+    Truncated,
     centred_values,
     cosine_beyond,
     gated_rest,
     inverse_length,
     mean_square,
     neuron_bounds,
-    neuron_bounds_old,
-    Truncated,
     spread_shape,
 )
 from howsmooth.bounds.radius.spectral_norm_bounds import each_form_norm, form_norm
 from howsmooth.bounds.radius.transformer_layers import Attention, FeedForward, GatedFeedForward, Map, Norm
-from howsmooth.rounding.rounded_tensor import plain
+from howsmooth.rounding.rounded_tensor import exact, plain
 
 # So many outputs of attention are expanded at once.
 _OUTPUTS = 16
+# An ellipsoid counts as of the same form as another one while this factor encloses it in that one, enlarged to
+# the same trace.
+_UNEVEN = 1.15
+_FLOOR = 1e-8
 
 __all__ = [
     "CubicAttention", "CubicFeedForward", "CubicGatedFeedForward", "CubicNorm", "Expansion",
@@ -158,8 +161,8 @@ class CubicFeedForward(Remainder):
         y = ellipsoid_sum(squared, error)
         z = ellipsoid_sum(linear, y)
         bend, twist, fourth = self.bend, self.twist, self.layer.activation.derivative(4, self.z)
-        cut = Truncated(self.layer.activation, self.z, (linear, y, z), third_order=True)
-        shared = cut.terms(
+        cut = Truncated(self.layer.activation, self.z, (linear, y, z), cubic=True)
+        both = cut.terms(
             (cut.from_second, bend / 2, (y, y)),
             (~cut.from_second, bend / 2, (linear, linear)),
             (~cut.from_third, twist / 6, (linear, linear, linear)),
@@ -168,9 +171,12 @@ class CubicFeedForward(Remainder):
             (cut.from_third, twist / 6, (y, y, y)),
             (cut.from_fourth, fourth / 24, (z, z, z, z)),
         )
-        shape = cut.terms((cut.from_second, bend, (linear, error)), (~cut.from_second, bend, (linear, squared)))
-        margin = cut.terms((~cut.from_second, bend, (linear, y)))
-        return neuron_bounds(self.layer, self.adjoint, shared, shape, margin, cut, epsilon**6 * self.third)
+        products = both + cut.terms(
+            (cut.from_second, bend, (linear, error)), (~cut.from_second, bend, (linear, squared))
+        )
+        beyond = both + cut.terms((~cut.from_second, bend, (linear, y)))
+        third = epsilon**6 * self.third
+        return neuron_bounds(self.layer, self.adjoint, products, beyond, cut.rest, third, moved=cut.moved)
 
 
 class CubicGatedFeedForward(GatedFeedForwardRemainder):
@@ -214,7 +220,7 @@ class CubicGatedFeedForward(GatedFeedForwardRemainder):
             (self.twist_v / 2, product(y, y, v)),
         )
         products = (*second, *crossed, *cubes)
-        return neuron_bounds_old(layer, self.adjoint, products, (*second, *beyond), rest)
+        return neuron_bounds(layer, self.adjoint, products, (*second, *beyond), rest)
 
 
 class CubicAttention(AttentionRemainder):
@@ -268,13 +274,10 @@ class CubicAttention(AttentionRemainder):
         self.exact = moves if at.given else torch.ones_like(moves)
         size = attention.output.shape[1]
         self.third = torch.zeros(P.shape[1], size, size, dtype=P.dtype)
-        self.crossed = None if at.given else torch.zeros(len(at.u), *self.third.shape, dtype=P.dtype)
+        self.crossed = None if at.given else _Crossed(tensors)
         for i in self.exact.nonzero()[:, 0].tolist():
             forms = curved[:, i] + bilinear[:, i]
             self.third[i] = tensors.cubic(i, forms, squares[:, i], mean[:, i], q2, k2)
-            if self.crossed is not None:
-                self.crossed[:, i] = tensors.crossed(i)
-        self.tensors=tensors
 
     def _left(self, epsilon: float, errors: Tensor) -> Left:
         P, square, of = self.weights, epsilon**2, self.errors(errors)
@@ -292,21 +295,7 @@ class CubicAttention(AttentionRemainder):
         tau = torch.where(self.seen, epsilon * self.score + each_c, 0.0).amax(2)
         each_linear = epsilon * torch.where(self.seen, self.score, 0.0).amax(2)
         largest_c = torch.where(self.seen, each_c, 0.0).amax(2)
-        t = linear + c
-        moments = Moments(t, tau)
-        # κ(v, t, t, t)/6 − κ(v, ℓ, ℓ, ℓ)/6 is ½ ∫ κ(v, c, u, u) dλ with u = ℓ + λ c, and the same of v₁ with
-        # κ(v₁, t, t)/2 is ∫ κ(v₁, c, u) dλ
-        of_v, of_dv = moments.rest(4)
-        squares = [linear * t + c**2 / 3]
-        cu, cuu = each_c * (epsilon*self.score + each_c / 2), torch.maximum(epsilon*self.score, linear[..., None])
-        other=torch.maximum(each_c, c[..., None])
-        cuu=each_c*(cuu*(cuu+other)+other**2/3)
-        gu=c * (each_linear + largest_c / 2)
-        guu=c*(each_linear*(each_linear+largest_c)+largest_c**2/3)
-        cu=torch.minimum(gu, mean_square(P, cu)); cuu=torch.minimum(guu, mean_square(P, cuu))
-        cc=torch.minimum(largest_c*c, mean_square(P, each_c**2))/2
-        of_v, of_v1 = of_v + cc+cuu / 2 + c * squares[0], of_dv + cu
-        of_v2 = of_dv + torch.minimum(tau * moments.deviation, mean_square(P,(epsilon*self.score+each_c)**2)) / 2
+        of_v, of_v1, of_v2 = self._beyond_cubic((linear, epsilon * self.score), (c, each_c), tau)
         v1, v2 = square * self.value, ellipsoid_sum(square**2 * self.value_form, of.value)
         known = ellipsoid_sum(
             spread_shape(self.spread, dq2 * dk2 + each_linear * longer + of_v),
@@ -315,13 +304,8 @@ class CubicAttention(AttentionRemainder):
         )
         known = ellipsoid_sum(*known, epsilon**6 * self.third)
         if self.crossed is not None:
-            lengths = radii(errors).square()[:, None, None, None]
-            if P.shape[1]==1:
-                U=errors; ev,V=torch.linalg.eigh((U+U.mT)/2); root=V*ev.clamp_min(0).sqrt()[:,None]
-                self.crossed[:,0]=self.tensors.crossed(0,root)
-                lengths=lengths*0+1
-            known = ellipsoid_sum(known, *(square * lengths * self.crossed))
-        rough_v, rough_dv = moments.rest(3)
+            known = ellipsoid_sum(known, *self.crossed(epsilon, errors))
+        rough_v, rough_dv = Moments(linear + c, tau).rest(3)
         # Only the input of the network has such rows: without forms and errors, values change by v₁ alone.
         rough = ellipsoid_sum(
             spread_shape(self.spread, longer + each_linear * c + largest_c * c / 2 + rough_v),
@@ -335,6 +319,70 @@ class CubicAttention(AttentionRemainder):
         margin = margin + of_v * self.deviation + of_v1 * dc1 + of_v2 * dc2
         margin = margin + dc2 * e + self.largest * e**2 / 2 + self.deviation * dq2 * dk2
         return Left(shape, margin.sum())
+
+    def _beyond_cubic(
+        self, linear: tuple[Tensor, Tensor], c: tuple[Tensor, Tensor], tau: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Bound what is left of h(1) after its quadratic polynomial and ½ κ(v₁, ℓ, ℓ) + κ(v, ℓ, ℓ, ℓ)/6.
+
+        ``linear`` and ``c`` bound the deviations of the two parts of the scores' changes and each of them,
+        centred. The bound is the sum of three factors times the deviations of v, v₁ and v₂.
+        """
+
+        def at_most(largest: Tensor, each: Tensor) -> Tensor:
+            return torch.minimum(largest, mean_square(self.weights, each))
+
+        def mean_of_squares(start: Tensor, growth: Tensor) -> Tensor:  # of start + λ growth, 0 ≤ λ ≤ 1
+            return start * (start + growth) + growth**2 / 3
+
+        (sd, each), (sd_c, each_c) = linear, c
+        largest, largest_c = (torch.where(self.seen, every, 0.0).amax(2) for every in (each, each_c))
+        of_v, of_dv = Moments(sd + sd_c, tau).rest(4)
+        # κ(v, t, t, t) − κ(v, ℓ, ℓ, ℓ) is 3 ∫ κ(v, c, u, u) dλ, u = ℓ + λ c, and |u² − Var u| ≤ max(u², Var u)
+        cuu = mean_of_squares(*(torch.maximum(a, b[..., None]) for a, b in ((each, sd), (each_c, sd_c))))
+        cuu = at_most(sd_c * mean_of_squares(largest, largest_c), each_c * cuu)
+        of_v = of_v + cuu / 2 + sd_c * mean_of_squares(sd, sd_c)
+        of_v = of_v + at_most(largest_c * sd_c, each_c**2) / 2
+        of_v1 = of_dv + at_most(sd_c * (largest + largest_c / 2), each_c * (each + each_c / 2))
+        return of_v, of_v1, of_dv + at_most(tau * (sd + sd_c), (each + each_c) ** 2) / 2
+
+
+class _Crossed:
+    """Bounds on D²F[Gδ, x], for |δ| ≤ ε and errors x of the tokens in ellipsoids.
+
+    With x = B z for the root B of an ellipsoid B Bᵀ, it is a tensor times δ ⊗ z, and lies in the ellipsoid of
+    its Gram matrix. Roots are kept as long as later ellipsoids have about the same form.
+    """
+
+    def __init__(self, tensors: _Tensors) -> None:
+        self.tensors = tensors
+        self._root: Tensor | None = None
+
+    def __call__(self, epsilon: float, errors: Tensor) -> list[Tensor]:
+        """Return ellipsoids (rows, d_out, d_out) for tokens with errors in ellipsoids (n, d, d)."""
+        rows, size = self.tensors.scores.shape[1], self.tensors.out.shape[1]
+        if not bool(errors.isfinite().all()):
+            return [errors.new_full((rows, size, size), torch.inf)]
+        traces = errors.diagonal(dim1=1, dim2=2).sum(1)
+        if self._root is None or bool(
+            (radii(errors, self._inverse) * self._size > _UNEVEN * traces.sqrt()).any()
+        ):
+            self._take(errors)
+        lengths = radii(errors, self._inverse)  # of z = C x
+        beside = self._beside * (self._slack * traces.sqrt())[:, None]  # of x − B C x
+        apart = (epsilon * lengths).square()[:, None, None, None] * self._shapes
+        return [*apart, balls(epsilon * beside.sum(0), size)]
+
+    def _take(self, errors: Tensor) -> None:
+        values, vectors = torch.linalg.eigh((errors + errors.mT) / 2)
+        values = values.clamp_min(0) + _FLOOR * values[:, -1:].clamp_min(_FLOOR)
+        self._root, self._inverse = vectors * values.sqrt()[:, None], vectors.mT / values.sqrt()[..., None]
+        self._size = torch.linalg.matrix_norm(self._root)
+        left = exact(self._root) @ exact(self._inverse) - torch.eye(values.shape[1], dtype=values.dtype)
+        self._slack = torch.linalg.vector_norm(left, dim=(1, 2))
+        rows = range(self.tensors.scores.shape[1])
+        shapes, sizes = zip(*(self.tensors.crossed(i, self._root) for i in rows), strict=True)
+        self._shapes, self._beside = torch.stack(shapes, 1), torch.stack(sizes, 1)
 
 
 class _Tensors:
@@ -379,9 +427,9 @@ class _Tensors:
         # A sum of products for each variable has fewer terms, and a smaller rounding error, than one product.
         return gram(found).sum(0)
 
-    def crossed(self, i: int, root=None) -> Tensor:
-        """Return ellipsoids (n, d_out, d_out) that contain D²F[Gδ, x_j] in row i for each token j and all
-        |δ| ≤ 1, |x_j| ≤ 1. They are Gram matrices.
+    def crossed(self, i: int, roots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ellipsoids (n, d_out, d_out) that contain D²F[Gδ, B_j z] in row i for each token j and all
+        |δ| ≤ 1, |z| ≤ 1, which are Gram matrices, and bounds (n,) on D²F[Gδ, z].
         """
         attention, own = self.attention, self.own
         query_maps, key_maps = attention.query_maps(), attention.key_maps(own.k.shape[1])
@@ -395,16 +443,17 @@ class _Tensors:
         query = torch.einsum("hjok,hje->hoke", slope, own.k)
         query += torch.einsum("hjo,hjek->hoke", weighted, self.dk)
         by_query = torch.einsum("hoke,hed->okd", query, query_maps[:, i])
-        found = []
-        for j in range(len(self.at.u)):
+        found, sizes = [], []
+        for j, root in enumerate(roots):
+            self.at.check()
             turned = torch.einsum("hok,hd->okd", slope[:, j], by_key[:, j])
             turned += torch.einsum("ho,hkd->okd", weighted[:, j], keys[:, j])
             turned += torch.einsum("hk,hod->okd", scored[:, j], self.out)
             if j == int(attention.rows[i]):
                 turned += by_query
-            if root is not None: turned=turned@root[j]
-            found.append(gram(turned.flatten(1)))
-        return torch.stack(found)
+            found.append(gram((turned @ root).flatten(1)))
+            sizes.append(torch.linalg.vector_norm(turned))
+        return torch.stack(found), torch.stack(sizes)
 
 
 def cubic_remainder_of(stage: Map, at: Expansion) -> Remainder:
