@@ -235,11 +235,21 @@ def test_suprema_allow_for_the_rounding_of_the_point(name: str) -> None:
         assert bool((wide >= reached * (1 - 1e-12)).all())
 
 
+@pytest.mark.parametrize("name", ["tanh", "gelu", "silu"])
+def test_rests_of_taylor_polynomials_allow_for_the_rounding_of_the_point(name: str) -> None:
+    activation, z = ACTIVATIONS[name], torch.tensor([0.3], dtype=torch.float64)
+    width = torch.tensor([0.7], dtype=torch.float64)
+    wide = activation.rests(exact(z, 0.2), width)
+    for near in (z - 0.2, z + 0.2):
+        own = activation.rests(near, width)
+        assert all(bool((a >= b).all()) for a, b in zip(wide, own, strict=True))
+
+
 def test_the_kink_of_relu_allows_for_the_rounding_of_the_point() -> None:
     relu, z = ACTIVATIONS["relu"], torch.tensor([-0.35, 0.0, 0.35], dtype=torch.float64)
-    beyond = relu.beyond(3, exact(z, 0.3), torch.full_like(z, 0.1))
-    assert type(beyond) is Tensor
-    torch.testing.assert_close(beyond, torch.tensor([0.05, 0.4, 0.05], dtype=torch.float64))
+    rest = relu.rests(exact(z, 0.3), torch.full_like(z, 0.1)).size[0]
+    assert type(rest) is Tensor
+    torch.testing.assert_close(rest, torch.tensor([0.05, 0.4, 0.05], dtype=torch.float64))
     slope, error = settled(relu.derivative(1, exact(torch.cat([z, z[:1] / 2]), 0.3)))
     assert slope.tolist() == [0, 0, 1, 0]
     assert error >= math.sqrt(2)  # the slopes at 0 and at -0.175

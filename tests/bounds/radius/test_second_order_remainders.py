@@ -26,7 +26,10 @@ from howsmooth.bounds.radius.margin_expansion import SecondOrder
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
 from howsmooth.bounds.radius.second_order_remainders import (
     AttentionErrors,
+    AttentionRemainder,
+    FeedForwardRemainder,
     GatedFeedForwardRemainder,
+    Moments,
     cosine_beyond,
     inverse_length,
 )
@@ -382,6 +385,73 @@ def test_one_neuron_at_a_curved_input_is_nearly_attained(
     assert 0.8 * float(bound.margin) <= in_margin <= float(bound.margin) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("kind", ["tanh", "silu", "gelu"])
+def test_a_neuron_with_a_large_error_leaves_out_little_more_than_it_moves(kind: str, order: int) -> None:
+    """A polynomial of a lower degree is nearer to an activation whose argument moves by 4."""
+    one, zero = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    epsilon, error, pairs = 0.1, 4.0, Pairs(1)
+    for bias in torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None]:
+        layer = FeedForward(one, bias, ACTIVATIONS[kind], one, zero)
+        at = Expansion(0 * one, one[None], 2 * one[None], pairs, one)
+        remainder = (
+            FeedForwardRemainder(layer, at.u, at.tangents, one) if order == 2 else CubicFeedForward(layer, at)
+        )
+        bound = remainder(epsilon, error**2 * one[None])
+        phi, first, second = (layer.activation.derivative(k, bias) for k in (0, 1, 2))
+        delta = torch.tensor([-epsilon, 0.0, epsilon], dtype=torch.float64)
+        e = torch.linspace(-error, error, 801, dtype=torch.float64)[:, None]
+        beyond = e + delta**2 if order == 3 else e + 0 * delta
+        rest = layer.activation.derivative(0, bias + delta + beyond) - phi - first * (delta + beyond)
+        cube = plain(remainder.cubic) * delta**3 if order == 3 else 0.0
+        in_margin = (rest - second * (delta + beyond) ** 2 / 2 + second * beyond**2 / 2 - cube).abs().max()
+        left = (rest - (second * delta**2 / 2 if order == 3 else 0.0)).abs().max()
+        assert 0.5 * float(longest(bound.shape)) <= float(left) <= float(longest(bound.shape))
+        assert 0.5 * float(bound.margin) <= float(in_margin) <= float(bound.margin)
+
+
+@pytest.mark.parametrize("size", [0.03, 0.3, 1.0])
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_what_an_output_leaves_out_along_a_line_is_bounded_and_nearly_attained(
+    order: int, size: float
+) -> None:
+    g = torch.Generator().manual_seed(order)
+    closest = torch.zeros(2, dtype=torch.float64)
+    for _ in range(60):
+        P, v, dv, t = torch.softmax(2 * normal(g, 5), 0), normal(g, 5), normal(g, 5), normal(g, 5)
+        t = t - P @ t
+        t = size * t / t.abs().max()
+
+        def sd(x: Tensor, P: Tensor = P) -> Tensor:
+            return (P @ (x - P @ x).square()).sqrt()
+
+        bounds = Moments(sd(t)[None, None], t.abs().max()[None, None]).rest(order)
+        for which, (start, change) in enumerate(((v, 0 * v), (0 * v, dv))):
+            derivative = lambda s, P=P, t=t, start=start, change=change: (  # noqa: E731
+                torch.softmax(P.log() + s * t, 0) @ (start + s * change)
+            )
+            zero, one = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+            rest = derivative(one)
+            for power in range(order):
+                rest = rest - derivative(zero) / math.factorial(power)
+                derivative = torch.func.grad(derivative)
+            share = rest.abs() / (sd(start + change) * bounds[which])
+            closest[which] = torch.maximum(closest[which], share[0, 0])
+    assert 0.05 <= float(closest.min()) <= float(closest.max()) <= 1
+
+
+def test_values_that_move_are_centred() -> None:
+    """Cov(V δ, x) of one token that moves has its weight times the weight of the others."""
+    g = torch.Generator().manual_seed(6)
+    layer, u, tangents = attention(g, 4, 1, torch.arange(3)), normal(g, 3, 4), torch.zeros(3, 4, 4)
+    tangents = tangents.double()
+    tangents[1] = torch.eye(4)
+    found = AttentionRemainder(layer, u, tangents, normal(g, 3, 4))
+    P, out = layer.softmax(u).weights[:, :, 1], layer.output @ layer.value_weight
+    exact = (P * (1 - P))[..., None, None] * (out @ out.mT)[:, None]
+    torch.testing.assert_close(found.value, exact, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("row", [0, 2])
 def test_one_error_changes_scores_as_the_derivative_says(row: int) -> None:
     """The ellipsoid of one token is a segment, so that each functional has one value up to its sign."""
@@ -402,6 +472,9 @@ def test_one_error_changes_scores_as_the_derivative_says(row: int) -> None:
         spread = by_key + torch.einsum("hij,hij->hi", own.weights, by_key)[..., None]
         found = reached(errors)
         torch.testing.assert_close(found.score, own.centred(by_query).abs() + spread)
+        parts = (own.centred(by_query).square(), own.weights * 0 + by_key[:, None].squeeze(1).square())
+        deviation = sum(torch.einsum("hij,hij->hi", own.weights, part).sqrt() for part in parts)
+        torch.testing.assert_close(found.score_deviation, deviation)
         lengths = (torch.linalg.vector_norm(part[..., 0], dim=-1) for part in (dq, dk))
         torch.testing.assert_close((found.query, found.each_key), tuple(lengths))
 
@@ -414,12 +487,22 @@ def test_the_part_linear_in_an_error_is_the_second_derivative() -> None:
     layer = replace(layer, turns=rotations(g, n, d))
     u, tangents, pairs = normal(g, n, d), normal(g, n, d, k), Pairs(k)
     at = Expansion(u, tangents, torch.zeros(n, d, len(pairs.i)).double(), pairs, normal(g, 2, d))
+    roots, epsilon = normal(g, n, d, d), 0.3
+    errors = roots @ roots.mT
     crossed = CubicAttention(layer, at).crossed
+    assert crossed is not None
     hessian = torch.func.jacfwd(torch.func.jacrev(layer.value))(u)
     tensor = torch.einsum("iojdlf,lfk->iojdk", hessian, tangents)
-    exact = torch.einsum("iojdk,ipjdk->jiop", tensor, tensor)
-    # Rounding outwards enlarges an ellipsoid by 1e-6.
-    torch.testing.assert_close(crossed, exact, rtol=3e-6, atol=3e-6)
+    exact = torch.einsum("iojdk,jde,ipjek->jiop", tensor, errors, tensor)
+    # Rounding outwards enlarges an ellipsoid by 1e-6, and eigenvalues near 0 are enlarged by 1e-8.
+    for size in (1, 4):  # the form of the first ellipsoids serves for larger ones, too
+        found = torch.stack(crossed(epsilon, size * errors)[:-1])
+        torch.testing.assert_close(found, size * epsilon**2 * exact, rtol=3e-3, atol=3e-6)
+    # Another form is either enclosed in it or taken anew.
+    errors[0] += 0.2 * errors[0, :1] * errors[0, :, :1]
+    exact = torch.einsum("iojdk,jde,ipjek->jiop", tensor, errors, tensor)
+    beyond = torch.stack(crossed(epsilon, errors)[:-1]) - epsilon**2 * exact
+    assert float(torch.linalg.eigvalsh(beyond).min()) >= -1e-9
 
 
 def test_the_cubic_part_of_attention_is_the_third_derivative() -> None:

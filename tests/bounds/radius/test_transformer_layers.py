@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -70,6 +71,25 @@ def test_activations_have_the_stated_derivatives_and_suprema(name: str) -> None:
             bound = suprema[order](z, width)
             assert bool((bound >= seen * (1 - 1e-12)).all())
             assert bool((bound <= seen * 1.01 + 1e-3).all())
+
+
+@pytest.mark.parametrize("name", [name for name, known in ACTIVATIONS.items() if not known.kink])
+def test_rests_of_taylor_polynomials_are_bounded_and_nearly_attained(name: str) -> None:
+    activation = ACTIVATIONS[name]
+    z = torch.linspace(-4, 4, 33, dtype=torch.float64)
+    t = torch.linspace(-1, 1, 801, dtype=torch.float64)[:, None]
+    for width in (0.2, 1.0, 4.0):
+        found, change = activation.rests(z, torch.full_like(z, width)), width * t
+        rest = activation.derivatives[0](z + change) - activation.derivatives[0](z)
+        for degree in range(1, 5):
+            term = change**degree / math.factorial(degree) * activation.derivatives[degree](z)
+            rest, noise = rest - term, 1e-14 * (1 + width**degree)
+            size = (rest.abs() - noise).clamp_min(0)
+            by_square = size / change.square().clamp_min(1e-300)
+            for bounds, reached, slack in ((found.size, size, 1.1), (found.relative, by_square, 1.8)):
+                bound, largest = bounds[degree - 1], reached.amax(0)
+                assert bool((bound >= largest).all())
+                assert bool((bound <= slack * largest + 0.06 * float(largest.max()) + 1e-9).all())
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ from howsmooth.bounds.radius.second_order_remainders import (
 )
 from howsmooth.bounds.radius.spectral_norm_bounds import each_form_norm, form_norm
 from howsmooth.bounds.radius.transformer_layers import Attention, FeedForward, GatedFeedForward, Map, Norm
+from howsmooth.rounding import largest_eigenvalues_by_squaring
 from howsmooth.rounding.rounded_tensor import exact, plain
 
 # So many outputs of attention are expanded at once.
@@ -364,20 +365,25 @@ class _Crossed:
         if not bool(errors.isfinite().all()):
             return [errors.new_full((rows, size, size), torch.inf)]
         traces = errors.diagonal(dim1=1, dim2=2).sum(1)
-        if self._root is None or bool(
-            (radii(errors, self._inverse) * self._size > _UNEVEN * traces.sqrt()).any()
-        ):
+        if self._root is None or bool((self._squares(errors) * self._size > _UNEVEN * traces).any()):
             self._take(errors)
-        lengths = radii(errors, self._inverse)  # of z = C x
+        squares = self._squares(errors)
         beside = self._beside * (self._slack * traces.sqrt())[:, None]  # of x − B C x
-        apart = (epsilon * lengths).square()[:, None, None, None] * self._shapes
+        apart = (epsilon**2 * squares)[:, None, None, None] * self._shapes
         return [*apart, balls(epsilon * beside.sum(0), size)]
+
+    def _squares(self, errors: Tensor) -> Tensor:
+        """Bound |z|², z = C x: the largest eigenvalue of C U Cᵀ, a mean and what differs from it."""
+        images = ellipsoid_image(self._inverse, errors)
+        mean = images.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+        apart = images - mean * torch.eye(images.shape[1], dtype=images.dtype)
+        return mean[:, 0, 0] + largest_eigenvalues_by_squaring(apart)
 
     def _take(self, errors: Tensor) -> None:
         values, vectors = torch.linalg.eigh((errors + errors.mT) / 2)
         values = values.clamp_min(0) + _FLOOR * values[:, -1:].clamp_min(_FLOOR)
         self._root, self._inverse = vectors * values.sqrt()[:, None], vectors.mT / values.sqrt()[..., None]
-        self._size = torch.linalg.matrix_norm(self._root)
+        self._size = values.sum(1)
         left = exact(self._root) @ exact(self._inverse) - torch.eye(values.shape[1], dtype=values.dtype)
         self._slack = torch.linalg.vector_norm(left, dim=(1, 2))
         rows = range(self.tensors.scores.shape[1])

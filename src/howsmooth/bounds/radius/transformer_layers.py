@@ -149,8 +149,10 @@ class Activation(NamedTuple):
         """Bound the errors of Taylor polynomials where ``side`` times the change lies between near and far,
         for all of the cells (cells, *batch).
 
-        |r| is at most its larger value at the ends of the cell and (far − near)²/8 times the largest |r''|.
+        Along the cell |r| is at most linear between its ends, plus (far − near)²/8 times the largest |r''|; and
+        linear interpolation of t² is at most t² + (far − near)²/4.
         """
+        square = (far - near) ** 2
         rest = self.derivative(0, z + side * far) - self.derivative(0, z)
         middle, bounds = z + side * far / 2, list[tuple[Tensor, Tensor]]()
         for degree in range(1, 5):
@@ -162,9 +164,11 @@ class Activation(NamedTuple):
             if degree == 1:
                 largest = upper(self.derivative(2, z).abs()) + largest * far
             bend = largest * far ** (degree - 1) / math.factorial(degree - 1)  # bounds |r''|
-            size = torch.maximum(at_near, at_far) + (far - near) ** 2 / 8 * bend
+            size = torch.maximum(at_near, at_far) + square / 8 * bend
             by_square = bend / (degree * (degree + 1))
-            relative = torch.where(near > 0, torch.minimum(size / near**2, by_square), by_square)
+            ends = torch.maximum(at_near / near**2, at_far / far**2) * (1 + square / near**2 / 4)
+            relative = torch.minimum(ends + square / 8 * bend / near**2, by_square)
+            relative = torch.where(near > 0, relative, by_square)
             bounds.append((torch.minimum(size, by_square * far**2).amax(0), relative.amax(0)))
         return Rests(*map(torch.stack, zip(*bounds, strict=True)))
 
