@@ -55,9 +55,9 @@ _SHORTEST = 1e-6
 
 __all__ = [
     "NEARLY_ONE", "AttentionErrors", "AttentionRemainder", "FeedForwardRemainder",
-    "GatedFeedForwardRemainder", "Left", "Moments", "Moved", "NormRemainder", "Remainder", "TokenwiseRemainder",
-    "centred_values", "cosine_beyond", "gated_rest", "inverse_length", "mean_square", "neuron_bounds",
-    "remainder_of", "spread_shape",
+    "GatedFeedForwardRemainder", "Left", "Moments", "Moved", "NormRemainder", "Remainder",
+    "TokenwiseRemainder", "Truncated", "centred_values", "cosine_beyond", "gated_rest", "inverse_length",
+    "mean_square", "neuron_bounds", "remainder_of", "spread_shape",
 ]  # fmt: skip
 
 
@@ -272,8 +272,7 @@ class Truncated:
 
     The change z of a neuron is linear in δ, in the first of the given ellipsoids (n, m, m), or y, in the
     second; the third contains the sum. ``from_second`` to ``from_fourth`` (n, m) say which neurons have terms
-    of these orders. The rest of each is at most ``rest``, and, where ``moved`` is not None, at most the second
-    of ``moved`` times z², with z in its first.
+    of these orders. The rest of each is at most ``rest``; ``moved`` is for :func:`neuron_bounds`.
     """
 
     def __init__(
@@ -353,8 +352,8 @@ class Reached(NamedTuple):
 
     ``query`` (H, rows) and ``each_key`` (H, n) bound the changes of queries and keys, ``key`` (H, rows) the
     root mean square of the latter, ``score`` (H, rows, n) the changes of centred scores, ``score_deviation``
-    (H, rows) their deviation, and ``pulled`` that of the values along the adjoint. ``value`` (H, rows, d_out, d_out) contains
-    Cov(V e, x) for scores x of deviation 1.
+    (H, rows) their deviation, and ``pulled`` that of the values along the adjoint. ``value`` (H, rows, d_out,
+    d_out) contains Cov(V e, x) for scores x of deviation 1.
     """
 
     query: Tensor

@@ -24,7 +24,6 @@ from howsmooth.bounds.radius.ellipsoid_arithmetic import (
     gram,
     mixture,
     product,
-    radii,
     scaled,
 )
 from howsmooth.bounds.radius.packed_quadratic_forms import Pairs
@@ -53,10 +52,10 @@ from howsmooth.rounding.rounded_tensor import exact, plain
 
 # So many outputs of attention are expanded at once.
 _OUTPUTS = 16
-# An ellipsoid counts as of the same form as another one while this factor encloses it in that one, enlarged to
-# the same trace.
+# An ellipsoid has the form of an earlier one if this factor encloses it in that, taken to the same trace.
 _UNEVEN = 1.15
-_FLOOR = 1e-8
+# The least eigenvalue of an ellipsoid that is taken, as a share of the largest.
+_FLOOR = 1e-6
 
 __all__ = [
     "CubicAttention", "CubicFeedForward", "CubicGatedFeedForward", "CubicNorm", "Expansion",
@@ -296,10 +295,10 @@ class CubicAttention(AttentionRemainder):
         tau = torch.where(self.seen, epsilon * self.score + each_c, 0.0).amax(2)
         each_linear = epsilon * torch.where(self.seen, self.score, 0.0).amax(2)
         largest_c = torch.where(self.seen, each_c, 0.0).amax(2)
-        of_v, of_v1, of_v2 = self._beyond_cubic((linear, epsilon * self.score), (c, each_c), tau)
+        cc, of_v, of_v1, of_v2 = self._beyond_cubic((linear, epsilon * self.score), (c, each_c), tau)
         v1, v2 = square * self.value, ellipsoid_sum(square**2 * self.value_form, of.value)
         known = ellipsoid_sum(
-            spread_shape(self.spread, dq2 * dk2 + each_linear * longer + of_v),
+            spread_shape(self.spread, dq2 * dk2 + each_linear * longer + cc + of_v),
             spread_shape(v1, longer + of_v1),
             spread_shape(v2, c + of_v2),
         )
@@ -316,18 +315,19 @@ class CubicAttention(AttentionRemainder):
         b = square * self.bilinear_deviation + longer
         e = square * self.curved_deviation + of_error
         dc1, dc2 = epsilon * self.pulled, square * self.pulled_form + of.pulled
-        margin = dc1 * longer + dc2 * b + self.largest * (linear * longer + e * b + b**2 / 2)
+        margin = dc1 * longer + dc2 * (b + e) + self.largest * linear * longer
+        margin = margin + torch.minimum(self.deviation * cc, self.largest * c**2 / 2)
         margin = margin + of_v * self.deviation + of_v1 * dc1 + of_v2 * dc2
-        margin = margin + dc2 * e + self.largest * e**2 / 2 + self.deviation * dq2 * dk2
-        return Left(shape, margin.sum())
+        return Left(shape, (margin + self.deviation * dq2 * dk2).sum())
 
     def _beyond_cubic(
         self, linear: tuple[Tensor, Tensor], c: tuple[Tensor, Tensor], tau: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Bound what is left of h(1) after its quadratic polynomial and ½ κ(v₁, ℓ, ℓ) + κ(v, ℓ, ℓ, ℓ)/6.
 
-        ``linear`` and ``c`` bound the deviations of the two parts of the scores' changes and each of them,
-        centred. The bound is the sum of three factors times the deviations of v, v₁ and v₂.
+        ``linear`` and ``c`` bound the deviations of the two parts of the scores' changes, and each, centred.
+        The first factor times the deviation of v bounds ½ κ(v, c, c). The others, times the deviations of
+        v, v₁ and v₂, bound the rest.
         """
 
         def at_most(largest: Tensor, each: Tensor) -> Tensor:
@@ -339,13 +339,13 @@ class CubicAttention(AttentionRemainder):
         (sd, each), (sd_c, each_c) = linear, c
         largest, largest_c = (torch.where(self.seen, every, 0.0).amax(2) for every in (each, each_c))
         of_v, of_dv = Moments(sd + sd_c, tau).rest(4)
-        # κ(v, t, t, t) − κ(v, ℓ, ℓ, ℓ) is 3 ∫ κ(v, c, u, u) dλ, u = ℓ + λ c, and |u² − Var u| ≤ max(u², Var u)
+        # κ(v, t, t, t) − κ(v, ℓ, ℓ, ℓ) is 3 ∫ κ(v, c, u, u) dλ, u = ℓ + λ c; |u² − Var u| ≤ max(u², Var u).
         cuu = mean_of_squares(*(torch.maximum(a, b[..., None]) for a, b in ((each, sd), (each_c, sd_c))))
         cuu = at_most(sd_c * mean_of_squares(largest, largest_c), each_c * cuu)
         of_v = of_v + cuu / 2 + sd_c * mean_of_squares(sd, sd_c)
-        of_v = of_v + at_most(largest_c * sd_c, each_c**2) / 2
         of_v1 = of_dv + at_most(sd_c * (largest + largest_c / 2), each_c * (each + each_c / 2))
-        return of_v, of_v1, of_dv + at_most(tau * (sd + sd_c), (each + each_c) ** 2) / 2
+        of_v2 = of_dv + at_most(tau * (sd + sd_c), (each + each_c) ** 2) / 2
+        return at_most(largest_c * sd_c, each_c**2) / 2, of_v, of_v1, of_v2
 
 
 class _Crossed:

@@ -31,7 +31,8 @@ _NEAR = 1e-9
 _CELLS = 16
 
 __all__ = [
-    "ACTIVATIONS", "Activation", "Attention", "FeedForward", "GatedFeedForward", "Map", "Norm", "Rests", "Softmax",
+    "ACTIVATIONS", "Activation", "Attention", "FeedForward", "GatedFeedForward", "Map", "Norm", "Rests",
+    "Softmax",
 ]  # fmt: skip
 
 
