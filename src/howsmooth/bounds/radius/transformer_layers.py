@@ -150,7 +150,7 @@ class Activation(NamedTuple):
         """Bound the errors of Taylor polynomials where ``side`` times the change lies between near and far,
         for all of the cells (cells, *batch).
 
-        Along the cell |r| is at most linear between its ends, plus (far − near)²/8 times the largest |r''|; and
+        Along a cell |r| is at most linear between its ends, plus (far − near)²/8 times the largest |r''|, and
         linear interpolation of t² is at most t² + (far − near)²/4.
         """
         square = (far - near) ** 2
