@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -155,17 +156,20 @@ def _largest(function: _Function, extrema: tuple[float, ...]) -> _Bound:
     z − width to z + width, by the values at both ends and at those extrema that lie inside.
     """
 
+    @cache  # otherwise most of the time of a radius
+    def peak(extremum: float, rounded: bool) -> float:
+        point = torch.tensor(extremum, dtype=torch.float64)
+        value = function(exact(point, gamma(64) * abs(extremum)) if rounded else point)
+        return float(upper(value.abs()))
+
     def largest(z: Tensor, width: Tensor) -> Tensor:
         width = width * INFLATION
         low, high = z - width, z + width
         found = torch.maximum(upper(function(low).abs()), upper(function(high).abs()))
         for extremum in extrema:
-            point = torch.tensor(extremum, dtype=z.dtype)
-            if isinstance(z, Rounded):
-                point = exact(point, gamma(64) * abs(extremum))
-            peak = upper(function(point).abs())
             inside = (lower(low) - _NEAR <= extremum) & (extremum <= upper(high) + _NEAR)
-            found = torch.where(inside, torch.maximum(found, peak), found)
+            known = found.clamp_min(peak(extremum, isinstance(z, Rounded)))
+            found = torch.where(inside, known, found)
         return found
 
     return largest
