@@ -203,9 +203,7 @@ def _zeros_of_tanh(*squares: float) -> tuple[float, ...]:
 def _gated_tanh(
     a: float, b: float, slopes: tuple[float, float, float, float, float], *extrema: tuple[float, ...]
 ) -> Activation:
-    """Return the activation z (1 + tanh(az + bz³))/2. SiLU and the tanh approximation of GELU have this
-    form.
-    """
+    """Return the activation z (1 + tanh(az + bz³))/2, such as SiLU and the tanh approximation of GELU."""
 
     def derivative(order: int) -> _Function:
         def found(z: Tensor) -> Tensor:
