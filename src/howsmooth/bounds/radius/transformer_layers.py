@@ -70,17 +70,17 @@ class Norm:
 
     def push(self, u: Tensor, tangents: Tensor) -> Tensor:
         """Multiply the Jacobian of the norm layer by tangents (n, d, k)."""
-        direction, r = self.direction_and_length(u)
-        w = self.centre(tangents)
-        along = torch.einsum("nd,ndk->nk", direction, w)
-        return self.scaled((w - direction[..., None] * along[:, None]) / r[..., None])
+        return self.scaled(self._across(u, self.centre(tangents)))
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
         """Multiply the transposed Jacobian of the norm layer by adjoints (n, d, k)."""
+        return self.centre(self._across(u, self.scaled(adjoints)))
+
+    def _across(self, u: Tensor, w: Tensor) -> Tensor:
+        """Return the parts of vectors w (n, d, k) that are orthogonal to the tokens h, divided by r."""
         direction, r = self.direction_and_length(u)
-        b = self.scaled(adjoints)
-        along = torch.einsum("nd,ndk->nk", direction, b)
-        return self.centre((b - direction[..., None] * along[:, None]) / r[..., None])
+        along = torch.einsum("nd,ndk->nk", direction, w)
+        return (w - direction[..., None] * along[:, None]) / r[..., None]
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
         """Return the second derivative of the norm layer along k tangents, as quadratic forms (n, d, p)."""
