@@ -87,6 +87,16 @@ def test_shares_fall_with_the_radius_and_the_proved_one_is_smaller(
     assert found.at(1e9) == (0.0, float((found.table["attack"] == math.inf).mean()))
     assert found.table["token"].isna().all()
     assert "66.7% proved" in repr(found)
+    assert "while all tokens move (l2 norm)" in repr(found)
+
+
+def test_without_a_search_nothing_is_said_of_attacks(model: BertForSequenceClassification) -> None:
+    found = hs.certified_accuracy(model, INPUTS[:1], [answer(model, INPUTS[0])], attack=False)
+    proved, upper = found.at(0.0)
+    assert proved == 1
+    assert math.isnan(upper)
+    assert "attack" not in repr(found)
+    assert [line.get_label() for line in found.plot().axes[0].lines] == ["proved"]
 
 
 @pytest.mark.parametrize(
@@ -97,3 +107,20 @@ def test_labels_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ArgumentError, match=r"^labels: expected"):
         hs.certified_accuracy(model, inputs, labels)
+
+
+@pytest.mark.parametrize("wrong", [{"norm": 3}, {"order": 4}], ids=str)
+def test_options_are_refused_even_if_every_answer_is_wrong(
+    model: BertForSequenceClassification, wrong: dict[str, Any]
+) -> None:
+    label = (answer(model, INPUTS[0]) + 1) % 3
+    with pytest.raises(ArgumentError, match=f"^{next(iter(wrong))}: expected 2 or"):
+        hs.certified_accuracy(model, INPUTS[:1], [label], **wrong)
+
+
+@pytest.mark.parametrize("jointly", [False, True])
+def test_a_model_of_one_logit_is_refused(jointly: bool) -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    one = BertForSequenceClassification(BertConfig(vocab_size=20, num_labels=1, **sizes)).eval()
+    with pytest.raises(ArgumentError, match=r"^model: expected a classifier of two or more classes"):
+        hs.certified_accuracy(one, INPUTS[:1], [0], jointly=jointly)

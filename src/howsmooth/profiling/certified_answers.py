@@ -59,22 +59,28 @@ class CertifiedAccuracy(Result):
 
     def at(self, radius: float) -> tuple[float, float]:
         """Return the share of inputs whose right answer provably survives all changes below ``radius``, and
-        the share of inputs for which no attack of at most this size was found.
+        the share of inputs for which no attack of at most this size was found, NaN if none was searched.
         """
         proved = (self.table["radius"] >= radius) & (self.table["answer"] == self.table["label"])
-        attacks = self.table["attack"].fillna(math.inf).astype(float)
-        return float(proved.mean()), float((attacks > radius).mean())
+        attacks = self.table["attack"].astype(float)
+        upper = math.nan if attacks.isna().any() else float((attacks > radius).mean())
+        return float(proved.mean()), upper
 
     def __repr__(self) -> str:
         norm = "l2" if self.norm == 2 else "l∞"
-        moved = f"while {self.moving} moves ({norm} norm)"
+        moved = f"while {self._moving} ({norm} norm)"
         lines = [f"Certified accuracy of {self.model} on {len(self.table)} inputs, {moved}."]
         shown = {float(self.table["radius"].quantile(share)) for share in (0.25, 0.5, 0.75)}
         for radius in sorted({0.0, *shown}):
             proved, upper = self.at(radius)
             near = limit_in_digits(radius, 4, upper=False)
-            lines.append(f"  radius {near:<8} {proved:6.1%} proved, {upper:6.1%} without an attack found")
+            beside = "" if math.isnan(upper) else f", {upper:6.1%} without an attack found"
+            lines.append(f"  radius {near:<8} {proved:6.1%} proved{beside}")
         return "\n".join(lines)
+
+    @property
+    def _moving(self) -> str:
+        return f"{self.moving} {'move' if self.moving == 'all tokens' else 'moves'}"
 
     @property
     def citation(self) -> str:
@@ -83,7 +89,7 @@ class CertifiedAccuracy(Result):
         norm = "Euclidean norm" if self.norm == 2 else "largest entry"
         shared = limit_in_digits(median, 4, upper=False)
         return (
-            f"{self.model} is right on {right:.1%} of {len(self.table)} inputs. While {self.moving} moves, "
+            f"{self.model} is right on {right:.1%} of {len(self.table)} inputs. While {self._moving}, "
             f"half of the answers provably stay right up to {shared} in the {norm} of the embedded tokens, "
             f"rounding included; {made_by('torch', 'transformers')}, digest {self.digest}."
         )
@@ -97,6 +103,7 @@ class CertifiedAccuracy(Result):
         curves = [
             Curve(radii, list(share), label, colour, dashes=dashes)
             for share, (label, colour, dashes) in zip(shares, looks, strict=True)
+            if not math.isnan(share[0])
         ]
         panel = Panel(curves, titled(self.model, 3.8), "radius", "share of inputs", ("linear", "linear"))
         figure, _ = draw([[panel]], (4.6, 3.0))
@@ -150,6 +157,10 @@ def certified_accuracy(
     if not len(inputs) or len(inputs) != len(labels):
         got = f"{len(labels)} labels for {len(inputs)} inputs"
         raise ArgumentError("labels", expected="one class for each of at least one input", got=got)
+    if norm not in (2, math.inf):  # wrong answers would hide it
+        raise ArgumentError("norm", expected="2 or math.inf", got=repr(norm))
+    if order not in (2, 3):
+        raise ArgumentError("order", expected="2 or 3", got=repr(order))
     loaded = model_input.loaded_if_named(model, head=True)
     prepared = Prepared(module_of(loaded))
     path, rows = None if file is None else Path(file), list[dict[str, Any]]()
@@ -181,6 +192,8 @@ def certified_accuracy(
 
 
 def _row(at: NetworkAtInput, label: int, jointly: bool, **options: Any) -> dict[str, Any]:
+    if len(at.logits) < 2:
+        raise ArgumentError("model", expected="a classifier of two or more classes", got="one logit")
     answer = int(at.logits.argmax())
     if not 0 <= label < len(at.logits):
         raise ArgumentError("labels", expected=f"classes from 0 to {len(at.logits) - 1}", got=repr(label))

@@ -22,14 +22,6 @@ from howsmooth.bounds.radius.transformer_layers import (
 from howsmooth.bounds.radius.transformer_network import Network, Stage
 
 __all__ = [
-    "ACTIVATIONS",
-    "Activation",
-    "Attention",
-    "FeedForward",
-    "GatedFeedForward",
-    "Network",
-    "Norm",
-    "RobustRadius",
-    "Stage",
-    "robust_radius",
-]
+    "ACTIVATIONS", "Activation", "Attention", "FeedForward", "GatedFeedForward", "Network", "Norm",
+    "RobustRadius", "Stage", "robust_radius",
+]  # fmt: skip

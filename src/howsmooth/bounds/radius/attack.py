@@ -32,8 +32,7 @@ def attack_radius(
     norm: float = 2,
     seed: int = 0,
 ) -> float:
-    """Search for the smallest change of the tokens that changes the answer of a classifier, and return its
-    size.
+    """Search for the smallest change of the tokens that changes the answer of a classifier; return its size.
 
     The size is infinite if no such change is found. The answer changes where the margin is at most 0: the
     smallest entry of ``functionals`` (m, classes) @ logits + ``offsets`` (m,). The margin is minimised on

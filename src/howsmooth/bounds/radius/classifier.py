@@ -7,7 +7,7 @@ run: they are the last tensor before tokens meet through which everything passes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -26,7 +26,7 @@ from howsmooth.errors import ArgumentError, CertificateError, NonFiniteError, re
 from howsmooth.force_float64 import WithoutDowncast
 from howsmooth.plain_modules import eager, fast_path
 
-__all__ = ["Classifier"]
+__all__ = ["Classifier", "check_logits"]
 
 _AGREEMENT = 1e-9
 # Operations that take rows of a table by integers.
@@ -81,15 +81,12 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         number, self._count = self._count, self._count + 1
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-        moving = {_memory(t) for t in tensors} & self._made.keys()
-        looked_up = any(_memory(t) in self._integers for t in tensors)
+        known = {_memory(t) for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)}
+        moving, looked_up = known & self._made.keys(), bool(known & self._integers)
         name = func.overloadpacket.__name__
         if moving and (name in _MEETINGS or "attention" in name):
             self._met = True
-        for memory in moving:
-            self._last_use[memory] = number
-        known = {_memory(t) for t in tensors}
+        self._last_use.update(dict.fromkeys(moving, number))
         for output, t in enumerate(tree_flatten(found)[0]):
             if not isinstance(t, Tensor):
                 continue
@@ -148,16 +145,7 @@ class Classifier:
 
     @classmethod
     def at(cls, model: nn.Module, inputs: Tensor | Mapping[str, Any]) -> Classifier:
-        """Return a model as a function of its embedded tokens, at given inputs or embedded tokens (n, d).
-
-        Raises
-        ------
-        ArgumentError
-            If the model does not take the inputs.
-        CertificateError
-            If there is no place in the model at which all tokens are embedded and have not yet met.
-
-        """
+        """Return a model as a function of its embedded tokens, at given inputs or embedded tokens (n, d)."""
         if isinstance(inputs, Mapping):
             main = str(getattr(model, "main_input_name", ""))
             if main not in inputs:
@@ -188,36 +176,26 @@ class Classifier:
             raise CertificateError("", kind=type(model).__name__, reason=why, remedy=_OF_ITS_OWN)
         return cls(model, inputs, main, place)
 
-    def _arguments(self, tokens: Tensor) -> tuple[Mapping[str, Any], TorchDispatchMode | None]:
+    def _arguments(self, tokens: Tensor) -> tuple[Mapping[str, Any], AbstractContextManager[Any]]:
         """Return the model's arguments with other tokens (1, n, d), and the mode that puts them in place."""
         if self.place.operation >= 0:
             return self.inputs, _Replacement(self.place, tokens)
-        return {**self.inputs, self.main: tokens}, None
+        return {**self.inputs, self.main: tokens}, nullcontext()
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits (classes,) for embedded tokens x (n, d)."""
-        arguments, mode = self._arguments(x[None])
-        return _run(self.model, arguments, mode)
+        return _run(self.model, *self._arguments(x[None]))
 
     def network(self) -> tuple[Network, list[int]]:
         """Return the network that computes the logits from the embedded tokens that it reads, and the indices
-        of these. The logits do not depend on the others.
-
-        Raises
-        ------
-        CertificateError
-            If the model performs an operation that belongs to no layer of a network.
-        NonFiniteError
-            If the logits are not finite.
-
+        of these. The logits do not depend on the others. Raise CertificateError for other operations.
         """
         names = {module: name for name, module in self.model.named_modules()}
         _check_fast_paths(names)
         x, terms = self.place.tokens, Terms()
 
         def run(symbolic: Callable[[Tensor], SymbolicTensor]) -> Any:
-            arguments, mode = self._arguments(symbolic(torch.arange(x.numel()).view(1, *x.shape)))
-            return _called(self.model, arguments, mode)
+            return _called(self.model, *self._arguments(symbolic(torch.arange(x.numel()).view(1, *x.shape))))
 
         entries = run_on_symbols(run, terms, names)
         if entries.ndim != 1:
@@ -245,25 +223,22 @@ class Classifier:
         change = torch.randn(x.shape, generator=noise, dtype=x.dtype) * (x.std() if x.numel() > 1 else 1.0)
         for tokens in (x, x + 0.1 * change, x + change):
             expected, found = self.logits(tokens), network.logits(tokens[reads])
-            if not bool(torch.isfinite(expected).all()):
-                raise NonFiniteError(
-                    "model",
-                    expected="finite logits",
-                    got="NaN or infinity",
-                    remedy="Look for NaN, infinity or huge numbers in its weights.",
-                )
+            check_logits(expected)
             error = float((expected - found).abs().max() / (1 + expected.abs().max()))
             if not error <= _AGREEMENT:
-                raise self._refused(f"is not reproduced by its stages (difference {error:.1e} of the logits)")
+                why = f"is not reproduced by its stages (difference {error:.1e} of the logits)"
+                raise CertificateError("", kind=type(self.model).__name__, reason=why)
 
-    def _refused(self, why: str) -> CertificateError:
-        return CertificateError("", kind=type(self.model).__name__, reason=why)
+
+def check_logits(logits: Tensor) -> None:
+    """Raise NonFiniteError if the logits of a model are not finite."""
+    if not bool(torch.isfinite(logits).all()):
+        remedy = "Look for NaN, infinity or huge numbers in its weights."
+        raise NonFiniteError("model", expected="finite logits", got="NaN or infinity", remedy=remedy)
 
 
 def _stand_in(model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], str]:
-    """Return inputs of a transformers model for as many tokens as x (n, d) has, and the name of the main
-    one.
-    """
+    """Return inputs of a transformers model for as many tokens as x (n, d), and the name of the main one."""
     config: Any = model.config
     if model.main_input_name != "pixel_values":
         table = _table(model)
@@ -304,9 +279,7 @@ def _check_fast_paths(names: Mapping[nn.Module, str]) -> None:
         base = nn.TransformerEncoderLayer if isinstance(layer, nn.TransformerEncoderLayer) else None
         computed = {m for p in layer.modules() if isinstance(p, ParametrizationList) for m in p.modules()}
         parts = [p for p in layer.modules() if p not in {*computed, layer, getattr(layer, "activation", 0)}]
-        own = any(
-            not type(part).__module__.startswith("torch.nn") or "forward" in vars(part) for part in parts
-        )
+        own = any(not type(p).__module__.startswith("torch.nn") or "forward" in vars(p) for p in parts)
         kind = getattr(layer, "activation_relu_or_gelu", 0)
         if base is not None and kind:
             functions = {1: (nn.functional.relu, torch.relu), 2: (nn.functional.gelu,)}[kind]
@@ -314,9 +287,8 @@ def _check_fast_paths(names: Mapping[nn.Module, str]) -> None:
             plain = type(activation) is (nn.ReLU if kind == 1 else nn.GELU)
             plain = plain and getattr(activation, "approximate", "none") == "none"
             own = own or not (plain or activation in functions)
-            methods = ("forward", "_sa_block", "_ff_block")
-            own = own or any(name in vars(layer) for name in methods)
-            own = own or any(getattr(type(layer), name) is not getattr(base, name) for name in methods)
+            for name in ("forward", "_sa_block", "_ff_block"):
+                own = own or name in vars(layer) or getattr(type(layer), name) is not getattr(base, name)
         elif base is not None:
             continue
         if own:
@@ -328,12 +300,9 @@ def _check_fast_paths(names: Mapping[nn.Module, str]) -> None:
             )
 
 
-def _called(model: nn.Module, arguments: Mapping[str, Any], mode: TorchDispatchMode | None) -> Any:
+def _called(model: nn.Module, arguments: Mapping[str, Any], mode: AbstractContextManager[Any]) -> Any:
     """Return the logits of a model, the first tensor of what it returns, without the batch."""
-    with ExitStack() as stack:
-        stack.enter_context(WithoutDowncast())
-        if mode is not None:
-            stack.enter_context(mode)
+    with WithoutDowncast(), mode:
         positional = [arguments[""]] if "" in arguments else []
         found: Any = model(*positional, **{name: value for name, value in arguments.items() if name})
         found = getattr(found, "logits", found)
@@ -343,7 +312,7 @@ def _called(model: nn.Module, arguments: Mapping[str, Any], mode: TorchDispatchM
         return found
 
 
-def _run(model: nn.Module, arguments: Mapping[str, Any], mode: TorchDispatchMode | None) -> Tensor:
+def _run(model: nn.Module, arguments: Mapping[str, Any], mode: AbstractContextManager[Any]) -> Tensor:
     try:
         with torch.no_grad(), fast_path(False), eager():
             found = _called(model, arguments, mode)

@@ -18,17 +18,9 @@ from howsmooth.bounds.radius.transformer_layers import ACTIVATIONS, Attention, F
 from howsmooth.bounds.radius.transformer_network import Network, Stage
 
 __all__ = [
-    "Affine",
-    "Node",
-    "NotReadError",
-    "Summand",
-    "careful_product",
-    "careful_sum",
-    "identity",
-    "linear",
+    "Affine", "Node", "NotReadError", "Summand", "careful_product", "careful_sum", "identity", "linear",
     "staged",
-]
-
+]  # fmt: skip
 
 _CANCELS = "adds maps that nearly cancel, which would leave roundings alone"
 
@@ -43,12 +35,7 @@ class NotReadError(Exception):
 
 def careful_product(a: Tensor, b: Tensor) -> Tensor:
     """Multiply a matrix by a matrix or vector. The result is wrong by at most 2⁻⁵¹ of its Frobenius norm.
-
-    Raises
-    ------
-    NotReadError
-        If sums cancel, so that it could be wrong by more.
-
+    Raise NotReadError if sums cancel, so that it could be wrong by more.
     """
     if b.ndim == 1:
         return torch.tensor([math.fsum(_parts(row, b)) for row in a], dtype=torch.float64)
@@ -70,13 +57,8 @@ def _parts(a: Tensor, b: Tensor) -> list[float]:
 
 def careful_sum(*parts: Tensor) -> Tensor:
     """Add tensors, each of which is wrong by at most 2⁻⁵¹ of its size; so is the result, up to a factor of 2.
-    The size is the norm, for a vector of m constants with √m.
-
-    Raises
-    ------
-    NotReadError
-        If the sums cancel, so that it could be wrong by more.
-
+    The size is the norm, for a vector of m constants with √m. Raise NotReadError if the sums cancel, so that
+    it could be wrong by more.
     """
     parts = tuple(part for part in parts if bool(part.any())) or parts[:1]
     found = torch.stack(parts).sum(0)
@@ -178,10 +160,8 @@ def _ordered(ends: Iterable[Node]) -> list[Node]:
         node, ready = waiting.pop()
         if node in found:
             continue
-        needed = [
-            *node.added,
-            *(source for part in node.parts for source in sorted(part.sources, key=_serial)),
-        ]
+        sources = (source for part in node.parts for source in sorted(part.sources, key=_serial))
+        needed = [*node.added, *sources]
         if ready or all(one in found for one in needed):
             found[node] = None
         else:
@@ -195,8 +175,7 @@ def _steps(order: list[Node]) -> list[_Step]:
     for node in order:
         first, others = (node.added[0], node.added[1:]) if node.added else (None, [])
         parts = list(node.parts)
-        for one in others:
-            parts.append(linear(identity(one, node.length), parts[0].owner))
+        parts += [linear(identity(one, node.length), parts[0].owner) for one in others]
         for part in parts[:-1]:
             so_far = Node(node.name, node.length, rows=node.rows, pooled=node.pooled)
             steps.append(_Step(part, first, so_far))

@@ -112,15 +112,9 @@ def read_network(
     terms: Terms, logits: Tensor, d: int, name: Callable[[int], str]
 ) -> tuple[Network, list[int]]:
     """Return the network that computes logits (classes,) from tokens (n, d), and the tokens that it reads;
-    the logits do not depend on the others.
+    the logits do not depend on the others. Raise NotReadError if an operation belongs to no map.
 
     ``name`` tells the name of the module that made a term.
-
-    Raises
-    ------
-    NotReadError
-        If an operation belongs to no map.
-
     """
     reader = _Reader(terms, d, name)
     readout = reader.readout(logits)
@@ -460,8 +454,8 @@ class _Reader:
 
     def _only_kind(self, entries: Tensor) -> str:
         """Return the operation from which all entries come, or nothing."""
-        found = {self.terms[number][0] for number in (entries // PLACES).unique().tolist() if number >= 0}
-        return found.pop() if len(found) == 1 else ""
+        found = self.terms.kinds(entries)
+        return str(found.pop()) if len(found) == 1 else ""
 
     def _gated(self, own: _Sum, down: _Down) -> tuple[Summand, bool, int]:
         gate, up = torch.empty_like(own.atom), torch.empty_like(own.atom)
@@ -520,16 +514,14 @@ class _Reader:
         pools = pooled and not any(node.pooled for node in sources)
 
         def build(at: Mapping[Node, int], width: int, before: list[int], after: list[int]) -> Map:
-            q, k, v = (
-                (
-                    torch.stack([one.weight(at, width) for one in every]),
-                    torch.stack([one.offset for one in every]),
-                )
-                for every in zip(*(head[:3] for head in heads), strict=True)
-            )
+            parts = list[Tensor]()  # weight and bias of queries, keys and values
+            for every in zip(*(head[:3] for head in heads), strict=True):
+                parts.append(torch.stack([one.weight(at, width) for one in every]))
+                parts.append(torch.stack([one.offset for one in every]))
             back = down.weight()
             output = back.unflatten(1, (len(heads), -1)).movedim(1, 0).contiguous()
-            attention = Attention(*q, *k, *v, output, back.new_zeros(len(back)), torch.arange(0))
+            parts += [output, back.new_zeros(len(back)), torch.arange(0)]
+            attention = Attention(*parts)
             places = {token: place for place, token in enumerate(before)}
             if pools:
                 return _with_rows(attention, rows, places, [_POOLED], {_POOLED: 0})
@@ -584,10 +576,8 @@ class _Reader:
         if query is None:
             if pooled:
                 raise NotReadError(softmax, "has constant queries of what was pooled before")
-            zeros = {
-                node: torch.zeros(len(fixed), matrix.shape[1]).double()
-                for node, matrix in key.matrices.items()
-            }
+            shapes = {node: (len(fixed), matrix.shape[1]) for node, matrix in key.matrices.items()}
+            zeros = {node: torch.zeros(shape).double() for node, shape in shapes.items()}
             query, of_tokens = Affine(("constant", key_of(fixed)), zeros, fixed), True
         return _Head(query, key, own, of_tokens, row, tuple(seen), biases), turns
 

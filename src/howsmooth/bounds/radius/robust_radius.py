@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from howsmooth.bounds.radius.attack import attack_radius
-from howsmooth.bounds.radius.classifier import Classifier
+from howsmooth.bounds.radius.classifier import Classifier, check_logits
 from howsmooth.bounds.radius.error_propagation import PartialJacobians, partial_jacobians
 from howsmooth.bounds.radius.margin_expansion import FirstDerivatives, Losses, SecondOrder, ThirdOrder
 from howsmooth.bounds.radius.transformer_layers import Attention, FeedForward, GatedFeedForward, Norm
@@ -211,17 +211,8 @@ def robust_radius(
     at = NetworkAtInput(model, inputs)
     # At the first step of the search, the time may be over.
     left = None if seconds is None else max(seconds - (time.perf_counter() - began), 1e-9)
-    found = at.radius(
-        tokens,
-        norm=norm,
-        target=target,
-        threshold=threshold,
-        order=order,
-        seconds=left,
-        attack=attack,
-        seed=seed,
-        on_step=on_step,
-    )
+    how: dict[str, Any] = {"norm": norm, "target": target, "threshold": threshold, "order": order}
+    found = at.radius(tokens, seconds=left, attack=attack, seed=seed, on_step=on_step, **how)
     return replace(found, seconds=time.perf_counter() - began)
 
 
@@ -292,15 +283,14 @@ class NetworkAtInput:
         if norm not in (2, math.inf):
             raise ArgumentError("norm", expected="2 or math.inf", got=repr(norm))
         orders = (2, 3) if k <= _MOST_VARIABLES else (2,)
-        if order is not None:
-            if order not in (2, 3) or (order == 3 and k > _MOST_VARIABLES):
-                raise ArgumentError(
-                    "order",
-                    expected=f"2, or 3 with at most {_MOST_VARIABLES} moving entries",
-                    got=f"{order!r} with {k} entries",
-                    remedy="Move fewer tokens, or take order=2.",
-                )
-            orders = (order,)
+        if order is not None and order not in orders:
+            raise ArgumentError(
+                "order",
+                expected=f"2, or 3 with at most {_MOST_VARIABLES} moving entries",
+                got=f"{order!r} with {k} entries",
+                remedy="Move fewer tokens, or take order=2.",
+            )
+        orders = orders if order is None else (order,)
         _positive(seconds)
         injection = torch.zeros(*x.shape, k, dtype=x.dtype)
         for place, token in enumerate(moved):
@@ -617,9 +607,7 @@ def _check_network(network: Network, x: Tensor) -> None:
     if x.shape[1] != weight.shape[-1]:
         expected = f"embedded tokens (n, {weight.shape[-1]}) of the width of the model"
         raise ArgumentError("inputs", expected=expected, got=f"the shape {tuple(x.shape)}")
-    if not bool(torch.isfinite(network.logits(x)).all()):
-        remedy = "Look for NaN, infinity or huge numbers in its weights."
-        raise NonFiniteError("model", expected="finite logits", got="NaN or infinity", remedy=remedy)
+    check_logits(network.logits(x))
 
 
 def _embedded_tokens(inputs: object) -> Tensor:

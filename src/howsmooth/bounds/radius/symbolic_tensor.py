@@ -25,35 +25,21 @@ __all__ = ["SymbolicTensor", "refused_module", "run_on_symbols"]
 
 # Operations that only rearrange entries, which are done on the numbers of the terms.
 _REARRANGING = {
-    *(
-        "alias",
-        "cat",
-        "chunk",
-        "clone",
-        "detach",
-        "expand",
-        "flatten",
-        "flip",
-        "index",
-        "index_select",
-        "lift_fresh",
-    ),
-    *("narrow", "permute", "repeat", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze"),
-    *("stack", "t", "transpose", "unbind", "unflatten", "unsafe_split", "unsqueeze", "view", "_unsafe_view"),
-    "_reshape_alias",
-}
+    "alias", "cat", "chunk", "clone", "detach", "expand", "flatten", "flip", "index", "index_select",
+    "lift_fresh", "narrow", "permute", "repeat", "reshape", "select", "slice", "split", "split_with_sizes",
+    "squeeze", "stack", "t", "transpose", "unbind", "unflatten", "unsafe_split", "unsqueeze", "view",
+    "_unsafe_view", "_reshape_alias",
+}  # fmt: skip
 _SHAPE_ALONE = {
-    *("new_empty", "new_zeros", "new_ones", "new_full"),
-    *("zeros_like", "ones_like", "full_like", "empty_like"),
-}
+    "new_empty", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like", "empty_like",
+}  # fmt: skip
 _ELEMENTWISE = {"sigmoid", "tanh", "silu", "relu", "erf", "neg", "rsqrt"}
 # Ways to the memory of a tensor past its operations.
 _READING = {
-    *("numpy", "tolist", "item", "data_ptr", "untyped_storage", "storage", "_typed_storage"),
-    *("apply_", "map_", "map2_", "set_", "share_memory_", "to_dlpack", "_to_dlpack", "from_dlpack"),
-    *("__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__"),
-    *("__bool__", "__float__", "__int__", "__index__", "__contains__"),
-}
+    "numpy", "tolist", "item", "data_ptr", "untyped_storage", "storage", "_typed_storage", "apply_", "map_",
+    "map2_", "set_", "share_memory_", "to_dlpack", "_to_dlpack", "from_dlpack", "__array__", "__dlpack__",
+    "__reduce_ex__", "__deepcopy__", "__bool__", "__float__", "__int__", "__index__", "__contains__",
+}  # fmt: skip
 
 
 class SymbolicTensor(Tensor):
@@ -95,11 +81,10 @@ class _Run(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _READING and any(isinstance(t, SymbolicTensor) for t in args):
+        symbolic = [isinstance(t, SymbolicTensor) for t in args]
+        if name in _READING and any(symbolic):
             self._refuse("reads values of the tokens")
-        if func is torch.nn.functional.scaled_dot_product_attention and any(
-            isinstance(t, SymbolicTensor) for t in args[:3]
-        ):
+        if func is torch.nn.functional.scaled_dot_product_attention and any(symbolic[:3]):
             return self._guarded(name, lambda: self._wrapped(self._attention(*args, **kwargs)))
         return func(*args, **kwargs)
 
@@ -118,14 +103,7 @@ class _Run(TorchFunctionMode):
                 return perform()
         except DifferentOperationError as error:
             self._refuse(str(error))
-        except (
-            AttributeError,
-            IndexError,
-            NotImplementedError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             self._refuse(f"computes '{name}' in a way that is not known ({reason(error)})")
 
     def _refuse(self, why: str) -> None:
@@ -214,18 +192,18 @@ class _Run(TorchFunctionMode):
         return self.terms.linear(a.entries, b.mT, bias)
 
     def _add(self, a: Any, b: Any, *, alpha: float = 1) -> Tensor:
-        if isinstance(a, SymbolicTensor) and isinstance(b, SymbolicTensor) and alpha == 1:
-            return self.terms.add(a.entries, b.entries)
         if alpha != 1:
             raise DifferentOperationError("computes 'add' in a way that is not known")
+        if isinstance(a, SymbolicTensor) and isinstance(b, SymbolicTensor):
+            return self.terms.add(a.entries, b.entries)
         (u, c) = (a, b) if isinstance(a, SymbolicTensor) else (b, a)
         return self.terms.plus(u.entries, c)
 
     def _sub(self, a: Any, b: Any, *, alpha: float = 1) -> Tensor:
-        negative = (
-            self._wrapped(self.terms.applied("neg", b.entries)) if isinstance(b, SymbolicTensor) else -b
+        symbolic = isinstance(b, SymbolicTensor)
+        return self._add(
+            a, self._wrapped(self.terms.applied("neg", b.entries)) if symbolic else -b, alpha=alpha
         )
-        return self._add(a, negative, alpha=alpha)
 
     def _masked_fill(self, a: Any, mask: Tensor, value: Any) -> Tensor:
         if not isinstance(a, SymbolicTensor) or isinstance(mask, SymbolicTensor):
@@ -374,16 +352,10 @@ def _batched(function: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor)
 def run_on_symbols(
     function: Callable[[Callable[[Tensor], SymbolicTensor]], Any], terms: Terms, names: dict[nn.Module, str]
 ) -> Tensor:
-    """Run a function on symbolic tensors, and return the entries of its result.
+    """Run a function on symbolic tensors, and return the entries of its result. Raise CertificateError with
+    the name of the module whose code performs an operation that no known layer has, or reads values.
 
     The function is given a function that makes a symbolic tensor of entries.
-
-    Raises
-    ------
-    CertificateError
-        If the run performs an operation that no known layer has, or reads values of the tokens. The module
-        whose code did so is named.
-
     """
     run = _Run(terms, names)
     try:

@@ -94,7 +94,7 @@ class Terms:
         same = first >= 0 and bool((entries // PLACES == first // PLACES).all())
         return self._terms[first // PLACES] if same else ("",)
 
-    def _kinds(self, entries: Tensor) -> set[Any]:
+    def kinds(self, entries: Tensor) -> set[Any]:
         """Return the operations from which entries come; entries without a term stand for themselves."""
         named = {int(number) for number in (entries[entries >= 0] // PLACES).unique()}
         return {self._terms[number][0] for number in named} | set(entries[entries < 0].tolist())
@@ -139,7 +139,7 @@ class Terms:
         self._learn_activations(row)
         if bool((factor == 1).all()):
             return row
-        if len(row) > 1 and self._kinds(row) == {"total"}:  # a sum of n tokens, divided by n, is their mean
+        if len(row) > 1 and self.kinds(row) == {"total"}:  # a sum of n tokens, divided by n, is their mean
             return torch.cat([self._times(*pair) for pair in zip(row.split(1), factor.split(1), strict=True)])
         kind, *of = self._term(row)
         if kind == "dot" and bool((factor == factor[0]).all()):
@@ -267,9 +267,7 @@ class Terms:
         return found
 
     def _scaled_weights(self, places: Tensor, factor: float) -> Tensor:
-        """Multiply rows of weights, given by their numbers, by ``factor``, and return the numbers of the new
-        rows.
-        """
+        """Multiply rows of weights, given by their numbers, and return the numbers of the new rows."""
         key = (key_of(places), factor)
         if key not in self._multiplied:  # once for all tokens
             rows = [(w[i], b[i]) for w, b, i in (self._weights[place] for place in places.tolist())]
@@ -281,9 +279,7 @@ class Terms:
         return self._multiplied[key]
 
     def order(self, places: Tensor) -> Tensor:
-        """Return the order of the rows of weights in the model, with those that were multiplied in the place
-        of the original ones.
-        """
+        """Return the order of rows of weights in the model; those that were multiplied keep their place."""
         return torch.tensor([self._origins.get(place, place) for place in places.tolist()]).argsort()
 
     def softmax(self, scores: Tensor) -> Tensor:
@@ -308,7 +304,7 @@ class Terms:
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the product of two matrices of entries, which is part of an attention."""
-        return self.weighted(a, b) if self._kinds(a) <= {"softmax", _NO_WEIGHT} else self.scores(a, b.mT)
+        return self.weighted(a, b) if self.kinds(a) <= {"softmax", _NO_WEIGHT} else self.scores(a, b.mT)
 
     # ---- activations that are written with several operations
 
@@ -318,7 +314,7 @@ class Terms:
         The entries are outputs of a linear map; before they were changed.
         """
         key = key_of(row)
-        if self._learning or key in self._seen or self._kinds(row) != {"linear"}:
+        if self._learning or key in self._seen or self.kinds(row) != {"linear"}:
             return
         self._seen.add(key)
         self._learning = True

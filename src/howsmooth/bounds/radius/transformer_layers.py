@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -70,17 +71,17 @@ class Norm:
 
     def push(self, u: Tensor, tangents: Tensor) -> Tensor:
         """Multiply the Jacobian of the norm layer by tangents (n, d, k)."""
-        direction, r = self.direction_and_length(u)
-        w = self.centre(tangents)
-        along = torch.einsum("nd,ndk->nk", direction, w)
-        return self.scaled((w - direction[..., None] * along[:, None]) / r[..., None])
+        return self.scaled(self._across(u, self.centre(tangents)))
 
     def pull(self, u: Tensor, adjoints: Tensor) -> Tensor:
         """Multiply the transposed Jacobian of the norm layer by adjoints (n, d, k)."""
+        return self.centre(self._across(u, self.scaled(adjoints)))
+
+    def _across(self, u: Tensor, w: Tensor) -> Tensor:
+        """Return the parts of vectors w (n, d, k) that are orthogonal to the tokens h, divided by r."""
         direction, r = self.direction_and_length(u)
-        b = self.scaled(adjoints)
-        along = torch.einsum("nd,ndk->nk", direction, b)
-        return self.centre((b - direction[..., None] * along[:, None]) / r[..., None])
+        along = torch.einsum("nd,ndk->nk", direction, w)
+        return (w - direction[..., None] * along[:, None]) / r[..., None]
 
     def second(self, u: Tensor, tangents: Tensor, pairs: Pairs) -> Tensor:
         """Return the second derivative of the norm layer along k tangents, as quadratic forms (n, d, p)."""
@@ -187,17 +188,20 @@ def _largest(function: _Function, extrema: tuple[float, ...]) -> _Bound:
     z − width to z + width, by the values at both ends and at those extrema that lie inside.
     """
 
+    @cache  # otherwise most of the time of a radius
+    def peak(extremum: float, rounded: bool) -> float:
+        point = torch.tensor(extremum, dtype=torch.float64)
+        value = function(exact(point, gamma(64) * abs(extremum)) if rounded else point)
+        return float(upper(value.abs()))
+
     def largest(z: Tensor, width: Tensor) -> Tensor:
         width = width * INFLATION
         low, high = z - width, z + width
         found = torch.maximum(upper(function(low).abs()), upper(function(high).abs()))
         for extremum in extrema:
-            point = torch.tensor(extremum, dtype=z.dtype)
-            if isinstance(z, Rounded):
-                point = exact(point, gamma(64) * abs(extremum))
-            peak = upper(function(point).abs())
             inside = (lower(low) - _NEAR <= extremum) & (extremum <= upper(high) + _NEAR)
-            found = torch.where(inside, torch.maximum(found, peak), found)
+            known = found.clamp_min(peak(extremum, isinstance(z, Rounded)))
+            found = torch.where(inside, known, found)
         return found
 
     return largest
@@ -231,9 +235,7 @@ def _zeros_of_tanh(*squares: float) -> tuple[float, ...]:
 def _gated_tanh(
     a: float, b: float, slopes: tuple[float, float, float, float, float], *extrema: tuple[float, ...]
 ) -> Activation:
-    """Return the activation z (1 + tanh(az + bz³))/2. SiLU and the tanh approximation of GELU have this
-    form.
-    """
+    """Return the activation z (1 + tanh(az + bz³))/2, such as SiLU and the tanh approximation of GELU."""
 
     def derivative(order: int) -> _Function:
         def found(z: Tensor) -> Tensor:

@@ -141,9 +141,7 @@ class Network:
             yield x
 
     def digest(self) -> str:
-        """Return a SHA-256 hash of the kinds of the layers, how they are connected, and all their weights and
-        settings.
-        """
+        """Return a SHA-256 hash of the layers' kinds, connections, weights and settings."""
         digest = hashlib.sha256()
         for stage in self.stages:
             wiring = (stage.name, stage.branch, stage.residual, stage.keep, type(stage.map).__name__)
