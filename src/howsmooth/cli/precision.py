@@ -79,7 +79,7 @@ class PrecisionPlan(OneInputPlan):
             raise ArgumentError("average", expected=expected, got=f"{self.average:g}")
 
     def _loaded(self, load: Any) -> Any:
-        from howsmooth.profiling.kv_cache_quantisation import with_head
+        from howsmooth.profiling.quantisation_effects import with_head
 
         return super()._loaded(load) if self.no_logits else with_head(load)
 

@@ -1,4 +1,4 @@
-"""A record of a model's softmax attentions on one input, and its logits if keys or values are changed.
+"""A record of a model's softmax attentions on one input, and its logits if keys, values or weights are changed.
 
 Keys and values are meant as the softmax takes them: after norm layers and rotary positions, and expanded from
 their latent in latent attention.
@@ -6,8 +6,8 @@ their latent in latent attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import CaptureError, HowsmoothError
 from howsmooth.models.as_called import as_called
-from howsmooth.models.float32_weights import weights_in_memory
+from howsmooth.models.float32_weights import Place, substituted, weights_in_memory
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.qkv_projections import weight_and_bias
 from howsmooth.models.measurement_mode import measurement_mode
@@ -154,10 +154,41 @@ class RecordedModel:
         It is Σ p log(p / p') over the classes, with the probabilities p of the model and p' of the changed
         model, in nats, averaged over the rows of the logits.
         """
-        assert self.logits is not None
         with measurement_mode(self.model):
-            p, other = (t.double().log_softmax(dim=-1) for t in (self.logits, self._changed(change)))
+            return self.divergence(self._changed(change))
+
+    def divergence(self, logits: Float[Tensor, "rows classes"]) -> float:
+        """Return the mean KL divergence between the model's own predictions and those of other logits."""
+        assert self.logits is not None
+        p, other = (t.double().log_softmax(dim=-1) for t in (self.logits, logits))
         return float((p.exp() * (p - other)).sum(dim=-1).mean().clamp_min(0.0))
+
+    def run(
+        self, blocks: Mapping[str, nn.Module], weights: Callable[[str], Sequence[Place]] = lambda block: ()
+    ) -> tuple[Float[Tensor, "rows classes"] | None, dict[str, Float[Tensor, " entries"]]]:
+        """Run the model as it is, and each of some blocks with the ``weights`` that belong to its name. Return
+        the logits, and the entries of each block's output, of all its calls, in the order of the blocks.
+
+        The caller sets the measurement mode. The weights of a block are its own again when its call ends.
+        """
+        running: list[ExitStack] = []
+        outputs: dict[str, list[Tensor]] = {}
+
+        def starts(call: Call) -> None:
+            running.append(ExitStack())
+            running[-1].enter_context(substituted(weights(call.name)))
+
+        def ends(call: Call) -> None:
+            running.pop().close()
+            outputs.setdefault(call.name, []).append(first_tensor(call.output).flatten().clone())
+
+        try:
+            with watched(blocks, starts, ends):
+                logits = self._rows(run_once(self.call))
+        finally:  # also after a block that raises an exception
+            for stack in reversed(running):
+                stack.close()
+        return logits, {name: torch.cat(parts) for name, parts in outputs.items()}
 
     def squared_gradients(self, samples: int, seed: int) -> dict[int, list[Tensor]]:
         """Return the squared derivatives (kv_heads, n, dim) of the log-likelihood with respect to the keys

@@ -12,7 +12,7 @@ reads a model and its input, and has the base class of results; ``quantisers`` r
 from howsmooth.profiling.certified_answers import CertifiedAccuracy, certified_accuracy
 from howsmooth.profiling.expansion_by_depth import DepthProfile, depth_profile
 from howsmooth.profiling.fitted_growth import LengthGrowth, growth
-from howsmooth.profiling.kv_cache_quantisation import Precision, precision
+from howsmooth.profiling.quantisation_effects import Precision, WeightPrecision, precision
 from howsmooth.profiling.lipschitz_profile import Profile, profile
 from howsmooth.profiling.residual_stream_stability import PredictionStability, prediction_stability
 from howsmooth.profiling.robust_word_radii import WordRadii, word_radii
@@ -29,6 +29,7 @@ __all__ = [
     "Profile",
     "ProfileComparison",
     "ProfileOverTexts",
+    "WeightPrecision",
     "WordRadii",
     "certified_accuracy",
     "depth_profile",

@@ -1,18 +1,12 @@
-"""The function ``precision``, which shows how quantised keys and values change a model's output."""
+"""The effects of quantised keys and values: what is predicted, bounded and simulated for each head."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from numbers import Real
-from textwrap import indent
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
-import pandas as pd
 import torch
 from jaxtyping import Float64
 from torch import Tensor
@@ -20,340 +14,19 @@ from torch import Tensor
 from howsmooth.attention import SelfAttention
 from howsmooth.attention.scaled_dot_product import attend
 from howsmooth.bounds import kv_error_upper_bound
-from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError
-from howsmooth.models import LoadedModel
-from howsmooth.models.capture import checked_selection
-from howsmooth.models.identification.layer_identification import indices_of
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX
 from howsmooth.models.recorded_softmaxes import RecordedModel, RecordedSoftmax
-from howsmooth.printed_table import PrintedTable
-from howsmooth.profiling import model_input
 from howsmooth.profiling.entry_sensitivities import entry_sensitivities
-from howsmooth.profiling.model_input import InputResult, Inputs, Layers, Model
 from howsmooth.profiling.quantisers import (
-    QUANTISERS,
-    checked_bits,
-    checked_quantisers,
+    Place,
     group_of,
     quantised_tokens,
     rounded,
     simulated_kl,
     steps_and_zeros,
 )
-from howsmooth.results.curves import SOLID, Curve, Panel
-from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled, titled
-from howsmooth.results.heatmaps import Cells
-from howsmooth.results.page import frame, parts
-from howsmooth.seeds import derive_seed
-from howsmooth.study.records import plain_rows
-from howsmooth.threads import renew_threads, with_fastest_threads
 
-__all__ = ["Precision", "precision", "with_head"]
-
-_SHOWN = 10  # rows of the ranking in a printed result
-_CELL, _SCATTER = 0.3, 4.2  # inches
-# In nats. Predictions up to this were within a factor of 5 of the real divergences, which then saturate.
-_HOLDS = 0.1
-_PLACE = ["layer", "head", "operand"]
-_MIXED = ["quantiser", "average", "bits", "kl", "equal_bits", "equal_kl"]
-_CHANGES, _DIVERGENCES = ("predicted", "change", "bound"), ("predicted_kl", "kl")
-_PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
-
-
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Precision(InputResult):
-    """The changes of a model's output at one input if keys or values are quantised."""
-
-    NAME: ClassVar[str] = "precision"
-    TITLE: ClassVar[str] = "Precision"
-    WHAT: ClassVar[str] = (
-        "What quantised keys or values of one head, as the softmax takes them, do to the output,"
-    )
-    ALT: ClassVar[str] = (
-        "Effects by layer and head, and predicted beside real ones; the numbers are in precision.csv."
-    )
-    LEFT_OUT: ClassVar[str] = "left out"
-
-    #: One row for each layer, key/value head, operand, quantiser and number of bits. Columns: ``layer``,
-    #: ``head``, ``operand`` ("K" or "V"), ``bits``, ``quantiser``; of the attention's output (of its heads
-    #: where ``refused`` leaves out the projection), in Frobenius norm, ``predicted`` (the root mean square of
-    #: the change to first order, for errors that are independent and uniform within half a step, or the bound
-    #: if that is smaller), ``change`` (what the quantiser really makes), ``bound`` (proved, for all errors of
-    #: up to half a step) and ``output_norm`` (the norm of the output itself); of the model's predictions
-    #: ``predicted_kl`` and ``kl``, mean Kullback–Leibler divergences in nats, NaN for a model without logits;
-    #: ``entries``, how many numbers are quantised; ``name``, the path of the module; and with an ``average``
-    #: ``in_budget``, whether the budget of the quantiser gives the row's bits.
-    table: pd.DataFrame
-    #: The divergence ``kl`` of the model's predictions with all these keys and values quantised at the same
-    #: time, for each ``quantiser`` and number of ``bits``; empty without logits.
-    together: pd.DataFrame
-    #: The :meth:`budget` of each ``quantiser`` for an ``average``; empty without one.
-    budgets: pd.DataFrame
-    #: For each ``quantiser`` and its budget: the ``average`` that was asked for, the exact mean ``bits`` of a
-    #: quantised number, the divergence ``kl`` with all keys and values quantised at once, and ``equal_kl``
-    #: with the same ``equal_bits`` for all, the most in the table up to the average.
-    mixed: pd.DataFrame
-    #: Seed of the draws from which the divergence is predicted.
-    seed: int
-    #: The model on its input, a ``RecordedModel``, for ``simulate``; None without logits.
-    logits: Any
-
-    @property
-    def has_kl(self) -> bool:
-        """True if the table contains simulated KL divergences of the model's predictions."""
-        return bool(self.table["kl"].notna().any())
-
-    @property
-    def ranking(self) -> pd.DataFrame:
-        """The table in decreasing order of the divergence ``kl`` or, without logits, the predicted change.
-
-        The columns are the place, ``bits``, ``quantiser``, the three changes and, if there are any, the
-        divergences.
-        """
-        columns = [*_PLACE, "bits", "quantiser", *_CHANGES, *(_DIVERGENCES if self.has_kl else ())]
-        return self._sorted[columns]
-
-    @property
-    def _sorted(self) -> pd.DataFrame:
-        return self.table.sort_values(self._key, ascending=False, kind="stable", ignore_index=True)
-
-    @property
-    def _key(self) -> str:
-        return "kl" if self.has_kl else "predicted"
-
-    @property
-    def agreement(self) -> pd.DataFrame:
-        """Spearman's rank correlations between predicted and simulated effects.
-
-        The columns are ``bits`` (0 for all rows together), ``predicted``, ``real`` and ``spearman``. Only a
-        model with logits has rows on divergences, and only several numbers of bits have rows of their own.
-        """
-        rows = []
-        every = self.table["bits"].unique()
-        for bits in (0, *(every if len(every) > 1 else ())):
-            chosen = self.table if bits == 0 else self.table[self.table["bits"] == bits]
-            ranks = chosen[[*_CHANGES, *_DIVERGENCES]].corr("spearman", min_periods=3)
-            for predicted, real in _PAIRS if self.has_kl else _PAIRS[:1]:
-                spearman = ranks.at[predicted, real]
-                rows.append({"bits": bits, "predicted": predicted, "real": real, "spearman": spearman})
-        return pd.DataFrame(rows)
-
-    def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
-        """Choose how many bits the keys and the values of each head get, at most ``average`` on average over
-        all quantised numbers. Steps and zero points are not counted.
-
-        The numbers of bits are chosen among those in the table for the quantiser, so measure several, such as
-        2, 3, 4, 5, 6 and 8. All heads start with the smallest number. Bits are then added where they lower
-        the effect most for each bit. With logits the effect is ``predicted_kl``, or its geometric mean with
-        ``kl``, in which the chance of one rounding counts less. Of these two results, and one number of bits
-        for all, the one is taken that has the smallest divergence with all keys and values quantised at once.
-        Without logits the effect is the squared predicted change of the attention's output relative to this
-        output.
-
-        The result has one row for each layer, head and operand, with ``bits``, ``entries`` (how many numbers
-        are quantised) and ``effect``, that of the row of the table, ``kl`` with logits. An ArgumentError says
-        that the table has no such quantiser or only one number of bits, or that even its fewest bits are more
-        than ``average``.
-        """
-        rows = self.table[self.table["quantiser"] == quantiser]
-        if rows.empty:
-            known = ", ".join(self.table["quantiser"].unique())
-            raise ArgumentError("quantiser", expected=f"one of the table: {known}", got=repr(quantiser))
-        mean = (rows["kl"] * rows["predicted_kl"]).pow(0.5)
-        rows = rows.assign(mean=mean, relative=(rows["predicted"] / rows["output_norm"]).pow(2))
-        told, *effects = ["kl", "mean", "predicted_kl"] if self.has_kl else ["relative", "relative"]
-        wide = rows.pivot(index=_PLACE, columns="bits", values=list({told, *effects, "entries"}))
-        entries, bits = wide["entries"].to_numpy(dtype=int)[:, 0], wide["entries"].columns.to_numpy(dtype=int)
-        average = _checked_average(average, bits.tolist())
-        chosen = [_spent(wide[effect].to_numpy(), bits, entries, average) for effect in effects]
-        chosen.append(np.full(len(entries), np.flatnonzero(bits <= average)[-1]))
-
-        def at_once(choice: np.ndarray) -> float:
-            given = dict(zip(wide.index, bits[choice].tolist(), strict=True))
-            return simulated_kl(self.logits, given, quantiser)
-
-        best = chosen[0] if self.logits is None else min(chosen, key=at_once)
-        effect = wide[told].to_numpy()[np.arange(len(best)), best]
-        places = wide.index.to_frame(index=False)
-        return places.assign(bits=bits[best], entries=entries, effect=effect)
-
-    def simulate(self, bits: int | pd.DataFrame, quantiser: str = "token") -> float:
-        """Run the model with the keys and values of many heads quantised at once, and return the mean
-        Kullback–Leibler divergence of its predictions in nats.
-
-        The keys and values of a layer are computed from the quantised layers before it. An ArgumentError says
-        that the model has no logits, or that an argument does not fit.
-
-        Parameters
-        ----------
-        bits
-            One number of bits for all keys and values of the table, or a table with the columns ``layer``,
-            ``head``, ``operand`` and ``bits``, as :meth:`budget` returns it; keys and values that the
-            table does not name stay exact. The table may come from another input of the same model.
-        quantiser
-            The quantiser.
-
-        """
-        if self.logits is None:
-            expected = "the logits of the model, which simulate compares"
-            raise ArgumentError("logits", expected=expected, got="none")
-        checked_quantisers(quantiser)
-        places = self.table[_PLACE].drop_duplicates()
-        if not isinstance(bits, pd.DataFrame):
-            bits = places.assign(bits=bits)
-        chosen = {tuple(place): count for *place, count in bits[[*_PLACE, "bits"]].itertuples(index=False)}
-        checked_bits(list(chosen.values()))
-        unknown = set(chosen) - set(places.itertuples(index=False, name=None))
-        if unknown:
-            got = str(next(iter(unknown)))
-            raise ArgumentError("bits", expected="layers, heads and operands of the table", got=got)
-        return simulated_kl(self.logits, chosen, quantiser)
-
-    # ---- in words, in notebooks, and as files
-
-    @property
-    def citation(self) -> str:
-        """One line to cite, with the divergences for all keys and values quantised, and rank correlations."""
-        at_once = "".join(f" {line};" for line in self._together_in_words())
-        return (
-            f"Quantised keys and values at the softmax of {self.model} at {self.input} (n = {self.n}):"
-            f"{at_once} Spearman's rank correlation: {self._ranks_in_words()}; {self._made_by}"
-        )
-
-    def _ranks_in_words(self) -> str:
-        rows = [row for row in plain_rows(self.agreement) if row["bits"] == 0]
-        found = ("none exists" if row["spearman"] is None else f"{row['spearman']:.3f}" for row in rows)
-        return "; ".join(f"{row['predicted']} and {row['real']} {next(found)}" for row in rows)
-
-    def _together_in_words(self) -> list[str]:
-        layers = sorted({int(layer) for layer in self.table["layer"]})
-        run = len(layers) > 2 and layers[-1] - layers[0] == len(layers) - 1
-        listed = f"{layers[0]} to {layers[-1]}" if run else ", ".join(map(str, layers))
-        where = f"layer{'' if len(layers) == 1 else 's'} {listed}"
-        return [
-            f"all keys and values of {where} at once by {quantiser}: divergence "
-            + ", ".join(f"{row['kl']:.3g} at {row['bits']} bits" for row in plain_rows(rows))
-            for quantiser, rows in self.together.groupby("quantiser", sort=False)
-        ]
-
-    @property
-    def remarks(self) -> list[str]:
-        """Sentences on quantising all keys and values, unreliable predictions, and rank correlations."""
-        found = [f"A{words[1:]}." for words in self._together_in_words()]
-        for row in plain_rows(self.mixed):
-            asked, equal = (
-                f"{row['average']:g} ({row['quantiser']})",
-                f"with {row['equal_bits']} bits for all",
-            )
-            said = f"Bits for an average of {asked}, in fact {row['bits']:.4g}"
-            real = (
-                f"; at once: divergence {row['kl']:.3g}, {equal} {row['equal_kl']:.3g}" if self.has_kl else ""
-            )
-            found.append(f"{said}{real}.")
-        if bool((self.table["predicted_kl"] > _HOLDS).any()):
-            found.append(
-                f"* Above {_HOLDS} nats predictions are unreliable, up to a hundredfold too large: see kl."
-            )
-        return [*found, f"Spearman's rank correlation: {self._ranks_in_words()}."]
-
-    def first_rows(self, most: int) -> pd.DataFrame:
-        """Return the first rows of the ranking as text; a star marks an unreliable prediction."""
-        rows = self.ranking.head(most)
-        texts = {name: rows[name].map("{:.4g}".format) for name in rows if name in _CHANGES + _DIVERGENCES}
-        if self.has_kl and bool((large := rows["predicted_kl"] > _HOLDS).any()):
-            texts["predicted_kl"] += np.where(large, "*", " ")
-        return rows.assign(**texts).rename(columns={"head": "kv head"})
-
-    def _lines(self) -> list[str]:
-        rows = self.first_rows(_SHOWN)
-        return [
-            f"Precision of {self.model}, {self.length}: keys or values of one head quantised.",
-            f"Input: {self.input}.",
-            f"{self.precision.capitalize()}. Keys and values as the softmax takes them.",
-            f"The first {len(rows)} of {len(self.table)} rows by {self._key}. Norm of the change of the "
-            "attention's output: predicted, change (real), bound (proved)"
-            + ("; divergence of the predictions in nats: predicted_kl, kl (real)." if self.has_kl else "."),
-            indent(rows.to_string(index=False), "  "),
-            *self.remarks,
-            *([indent(self._bits_of_heads.to_string(index=False), "  ")] if len(self.budgets) else []),
-        ]
-
-    @property
-    def _bits_of_heads(self) -> pd.DataFrame:
-        groups = self.budgets.groupby(["quantiser", "layer", "operand"], sort=False)["bits"]
-        words = groups.agg(lambda bits: " ".join(map(str, bits)))
-        return words.reset_index(name="bits of kv heads from 0")
-
-    @styled
-    def plot(self) -> Figure:
-        """Draw heatmaps of the effect of quantising each head's keys and values to the fewest bits, and a
-        scatter plot of real against predicted effects. An effect is a divergence or a change of the output;
-        the heatmaps show the real divergence or, without logits, the predicted change.
-        """
-        predicted, real = ("predicted_kl", "kl") if self.has_kl else ("predicted", "change")
-        what = "divergence (nats)" if self.has_kl else "change of the output"
-        bits, quantiser = int(self.table["bits"].min()), self.table["quantiser"].iloc[0]
-        shown = self.table[(self.table["bits"] == bits) & (self.table["quantiser"] == quantiser)]
-        cells = shown.pivot_table(index="layer", columns=["operand", "head"], values=self._key)
-        width = max(1.6, _CELL * cells.shape[1] / 2)
-        figure = new_figure(_SCATTER + 2.4 + 2 * width, max(3.0, 1.6 + _CELL * len(cells)))
-        keys, values, scatter = figure.subplots(1, 3, width_ratios=[width, width, _SCATTER])
-        norm = logarithmic(shown[self._key].to_numpy())
-        layers, place = [str(layer) for layer in cells.index], "key/value head"
-        for axis, operand, name, rows in ((keys, "K", "keys", layers), (values, "V", "values", [])):
-            some = cells[operand]
-            heads = [str(head) for head in some]
-            label = "layer" if rows else ""
-            Cells(some.to_numpy(), rows, heads, place, label, name, most=8).draw(axis, norm)
-        add_colourbar(figure, values, norm)
-        there = self.table[(self.table[predicted] > 0) & (self.table[real] > 0)]
-        both = pd.concat([there[predicted], there[real]])
-        ends = [both.min(), both.max()]
-        curves = [Curve(ends, ends, dashes=SOLID)]
-        for operand, mark, colour in (("K", "o", "#1f77b4"), ("V", "^", "#ff7f0e")):
-            some = there[there["operand"] == operand]
-            curves.append(Curve(some[predicted], some[real], operand, colour, mark, size=9, alpha=0.6))
-        labels = f"predicted {what}", f"real {what}"
-        Panel(curves, "each row of the table", *labels, scales=("log", "log")).draw(scatter)
-        if len(there):
-            scatter.legend()
-        shown_is = f"{labels[self.has_kl]}, {bits} bits, {quantiser}"
-        title = f"{self.model}, one input of {self.length}; colours: {shown_is}"
-        figure.suptitle(titled(title, figure.get_figwidth()), fontsize=10)
-        return figure
-
-    def _body(self, images: Mapping[str, str], most: int) -> list[str]:
-        html = parts()
-        agreement = self.agreement.replace({"bits": {0: "all"}}).astype({"bits": str})
-        rows = self.first_rows(most)
-        said = (
-            "Predicted, change and bound are Frobenius norms of the change of the attention's output: the "
-            "root mean square to first order, what the quantiser makes, and a proved limit for all errors of "
-            "up to half a step. Divergences are in nats a token. A kv head is a head of keys and values."
-        )
-        few = f"{len(rows)} of {len(self.table)} rows are shown here; precision.csv has all."
-        return [
-            *(html.words(sentence) for sentence in self.remarks[:-1]),
-            *([html.heading("The budgets"), frame(self._bits_of_heads)] if len(self.budgets) else []),
-            html.heading("Rank correlation of predicted and real effects"),
-            frame(agreement.rename(columns={"spearman": "Spearman"})),
-            html.heading(f"The largest effects, by {self._key}"),
-            frame(rows),
-            html.words(said, "soft"),
-            *([html.words(few, "note")] if len(rows) < len(self.table) else []),
-        ]
-
-    def _told(self) -> dict[str, Any]:
-        tables = {
-            "together": self.together,
-            "agreement": self.agreement,
-            "ranking": self._sorted.drop(columns="in_budget", errors="ignore"),
-        }
-        if len(self.budgets):
-            tables |= {"budget": self.budgets, "mixed": self.mixed}
-        rows = {name: plain_rows(table) for name, table in tables.items()}
-        return {"seed": self.seed, "refused": self.refused} | rows
-
+__all__ = ["QuantisedCache"]
 
 # The error of an entry is predicted as if it were uniform within half a step: its variance is step² / 12.
 _VARIANCE = 1.0 / 12.0
@@ -362,210 +35,87 @@ _DRAWS = 16
 _HEADS = "no linear module alone is given its heads, so that predicted, change and bound are of the heads"
 
 
-@with_fastest_threads
-def precision(
-    model: Model,
-    inputs: Inputs,
-    *,
-    bits: int | Sequence[int] = (8, 4, 3),
-    quantisers: str | Sequence[str] = QUANTISERS,
-    span: slice | tuple[int, int] | str | None = None,
-    layers: Layers = None,
-    logits: bool = True,
-    average: float | None = None,
-    tokenizer: Any = None,
-    seed: int = 0,
-    on_layer: Callable[[int, int], None] | None = None,
-) -> Precision:
-    """Predict, bound and simulate how much a model's output changes if the keys or the values of a single
-    head are quantised, for each layer, head, quantiser and number of bits.
+class QuantisedCache:
+    """The keys and values of a recorded model, of which those of some heads may be quantised."""
 
-    Keys and values are those that the softmax takes: after norm layers and rotary positions, as most KV
-    caches hold them, and expanded from the latent of latent attention. They are quantised by absmax
-    (symmetric, 2^bits − 1 levels) or, as by KIVI (arXiv:2402.02750), with zero points and 2^bits levels.
+    def __init__(
+        self,
+        whole: RecordedModel,
+        bits: Sequence[int],
+        quantisers: Sequence[str],
+        *,
+        logits: bool,
+        seed: int,
+    ) -> None:
+        self.whole, self.bits, self.quantisers, self.logits = whole, bits, quantisers, logits
+        self.names = [str(at.layer) for at in whole.layers]
+        #: What is left out, by the reason.
+        self.left_out: dict[str, list[str]] = {}
+        self._fisher = whole.squared_gradients(_DRAWS, seed) if logits else {}
 
-    If the model has logits, the Kullback–Leibler divergence of its predictions is also predicted and
-    simulated: the whole model runs once for each row of the table, and once for each quantiser and number of
-    bits with all keys and values quantised at once.
+    def also_left_out(self) -> None:
+        """Note the layers that have no place among the rows of all layers."""
+        if self.whole.without_softmax:
+            self.left_out[f"{NO_SOFTMAX}, which has no keys and values"] = self.whole.without_softmax
 
-    Parameters
-    ----------
-    model
-        As for :func:`howsmooth.profile`. A model given by its name or folder is loaded with its head if it
-        has one. The head of a model with logits needs ``load_model(name, head=True)``.
-    inputs, span, layers, tokenizer, on_layer
-        As for :func:`howsmooth.profile`.
-    bits
-        Numbers of bits, each from 2 to 16.
-    quantisers
-        Which entries share a step: "token" and "channel" by absmax, "group-32" and "group-64" that many
-        channels of a token, and "kivi" with zero points, keys by channel and values by token; all by default.
-        Also "kivi-G" in groups of G tokens or channels, and "kivi-G-R", where for all queries the last R
-        tokens of the input stay exact, and keys of the last group if it is not full.
-    logits
-        Whether to run the whole model for the divergence of its predictions.
-    average
-        Also choose the bits of each head for this average number, by :meth:`Precision.budget`, for each
-        quantiser.
-    seed
-        Seed of the draws from which the divergence is predicted.
+    def simulated_kl(self, bits: Mapping[Place, int], quantiser: str) -> float:
+        """Return the mean divergence if ``bits`` says which keys and values are quantised, and how."""
+        return simulated_kl(self.whole, bits, quantiser)
 
-    Raises
-    ------
-    ArgumentError, CaptureError, ModelError
-        As for :func:`howsmooth.profile`.
+    def rows(self, index: int) -> list[dict[str, Any]]:
+        """Return the table's rows of one layer."""
+        at = self.whole.layers[index]
+        found = list(self._rows(at, self._fisher.get(index)))
+        if at.projection is None:
+            self.left_out.setdefault(_HEADS, []).append(f"the output projection of {at.layer}")
+        return found
 
-    """
-    wanted = checked_bits(bits), checked_quantisers(quantisers)
-    if average is not None:
-        average = _checked_average(average, wanted[0])
-    loaded = with_head(partial(model_input.loaded_if_named, model))
-    given = model_input.given_inputs(loaded, inputs, span, tokenizer)
-    chosen = checked_selection("layers", layers)
-    recorded = RecordedModel(given.module, given.inputs)
-    indices = indices_of(chosen, len(recorded.layers), "layer")
-    whole = recorded if logits and recorded.logits is not None else None
-    fisher = whole.squared_gradients(_DRAWS, derive_seed(purpose="precision", seed=seed)) if whole else {}
-    left_out: dict[str, list[str]] = {}  # what is left out, by the reason
-    rows: list[dict[str, Any]] = []
-    with model_input.shown_progress(on_layer, len(indices)) as told:
-        for done, index in enumerate(indices):
-            told(done, len(indices))
-            renew_threads()
-            at = recorded.layers[index]
-            try:
-                rows += list(_rows(at, whole, fisher.get(index), *wanted))
-            except HowsmoothError as error:
-                if isinstance(error, ArgumentError) and error.argument == "quantisers":
-                    raise
-                left_out.setdefault(str(error).rstrip("."), []).append(str(at.layer))
-                continue
-            if at.projection is None:
-                left_out.setdefault(_HEADS, []).append(f"the output projection of {at.layer}")
-        told(len(indices), len(indices))
-    if chosen is None and recorded.without_softmax:
-        left_out[f"{NO_SOFTMAX}, which has no keys and values"] = recorded.without_softmax
-    refused = [f"{', '.join(names)}: {reason}." for reason, names in left_out.items()]
-    name = type(given.module).__name__
-    if logits and whole is None:
-        refused.insert(0, f"The divergence of predictions is left out: {name} has no logits.")
-    if not rows:
-        raise CaptureError(f"No layer of {name} can be treated. {refused[-1]}")
-    places = [(row["layer"], row["head"], row["operand"]) for row in rows]
-    cases = list(dict.fromkeys((row["quantiser"], count) for row in rows for count in wanted[0]))
-    together = [(q, c, simulated_kl(whole, dict.fromkeys(places, c), q)) for q, c in cases if whole]
-    found = Precision(
-        **given.origin(),
-        table=PrintedTable(rows),
-        together=pd.DataFrame(together, columns=["quantiser", "bits", "kl"]),
-        budgets=pd.DataFrame(),
-        mixed=pd.DataFrame(),
-        n=max(recorded.layers[layer].softmax.value.shape[-2] for layer, _, _ in places),
-        seed=seed,
-        refused=tuple(refused),
-        logits=whole,
-    )
-    return found if average is None else _with_budgets(found, average)
-
-
-def _with_budgets(found: Precision, average: float) -> Precision:
-    budgets, mixed = [], []
-    for name, rows in found.table.groupby("quantiser", sort=False):
-        quantiser, equal = str(name), int(rows["bits"][rows["bits"] <= average].max())
-        budget = found.budget(average, quantiser)
-        alike = budget.assign(bits=equal)
-        kls = [found.simulate(one, quantiser) if found.has_kl else math.nan for one in (budget, alike)]
-        mean = float(np.average(budget["bits"], weights=budget["entries"]))
-        budgets.append(budget.assign(quantiser=quantiser))
-        mixed.append((quantiser, average, mean, kls[0], equal, kls[1]))
-    every, keys = pd.concat(budgets, ignore_index=True), [*_PLACE, "bits", "quantiser"]
-    given = set(every[keys].itertuples(index=False, name=None))
-    chosen = [row in given for row in found.table[keys].itertuples(index=False, name=None)]
-    table = found.table.assign(in_budget=chosen)
-    return replace(found, table=table, budgets=every, mixed=pd.DataFrame(mixed, columns=_MIXED))
-
-
-def _checked_average(average: object, bits: Sequence[int]) -> float:
-    if len(bits) < 2:
-        expected = "several numbers of bits for a budget to choose from, such as 2,3,4,5,6,8"
-        raise ArgumentError("bits", expected=expected, got=str(bits[0]))
-    if not isinstance(average, Real) or not min(bits) <= float(average) < math.inf:
-        raise ArgumentError("average", expected=f"at least {min(bits)} bits", got=repr(average))
-    return float(average)
-
-
-def _spent(
-    effects: Float64[np.ndarray, "places counts"], bits: np.ndarray, entries: np.ndarray, average: float
-) -> np.ndarray:
-    """Return which of ``bits`` each place gets, for ``average`` over the entries of all places."""
-    every, chosen = np.arange(len(effects)), np.zeros(len(effects), dtype=int)
-    left = (average - bits[0]) * entries.sum()
-    while True:
-        costs = (bits - bits[chosen][:, None]) * entries[:, None]
-        saved = (effects[every, chosen][:, None] - effects) / np.where(costs > 0, costs, np.inf)
-        saved[costs > left + 1e-9] = 0.0
-        place, to = divmod(int(saved.argmax()), len(bits))
-        if not saved[place, to] > 0.0:
-            return chosen
-        chosen[place], left = to, left - costs[place, to]
-
-
-def with_head(load: Callable[..., LoadedModel]) -> LoadedModel:
-    """Load a model with the output layer that computes its logits, or without it if there is none."""
-    try:
-        return load(head=True)
-    except ModelError:
-        return load()
-
-
-def _rows(
-    at: RecordedSoftmax,
-    whole: RecordedModel | None,
-    fisher: Sequence[Tensor] | None,
-    bits: Sequence[int],
-    quantisers: Sequence[str],
-) -> Iterator[dict[str, Any]]:
-    """Yield the table's rows for one layer. If quantisers act alike on the layer, only the first has rows."""
-    f, x = at.attention()
-    q, *operands = f.projections(x)
-    heads, size = _heads(f, q, *operands), float(torch.linalg.vector_norm(f(x)))
-    for i, sensitivity in enumerate(entry_sensitivities(f, x)):
-        t = operands[i]
-        different = {group_of(quantiser, t.shape[-1]): quantiser for quantiser in reversed(quantisers)}
-        for quantiser, count in product(quantisers, bits):
-            if quantiser not in different.values():
-                continue
-            step, zero = steps_and_zeros(t, count, quantiser, "KV"[i])
-            variance = _VARIANCE * step.square()
-            predicted = (sensitivity.square() * variance).flatten(1).sum(dim=1).sqrt()
-            near = rounded(t, step, zero)
-            moved = _heads(f, q, *(near if j == i else operands[j] for j in range(2))) - heads
-            if f.output is not None:
-                output = f.output.unflatten(1, (*moved.shape[:2], moved.shape[-1]))
-                moved = torch.einsum("bgnv,obgv->bno", moved, output)
-            change = torch.linalg.vector_norm(moved.flatten(1), dim=1)
-            for head in range(f.kv_heads):
-                limits = torch.zeros_like(step)
-                limits[head] = step[head] / 2
-                bound = kv_error_upper_bound(f, x, **{("keys", "values")[i]: limits}).value
-                predicted_kl = kl = math.nan
-                if whole is not None and whole.logits is not None and fisher is not None:
-                    # To second order ½ Σ σ_a² F_aa over the entries a of the head.
-                    predicted_kl = 0.5 * float((fisher[i][head] * variance[head]).sum()) / len(whole.logits)
-                    kl = simulated_kl(whole, {(at.layer.index, head, "KV"[i]): count}, quantiser)
-                place = {"layer": at.layer.index, "head": head, "operand": "KV"[i]}
-                yield place | {
-                    "bits": count,
-                    "quantiser": quantiser,
-                    "predicted": min(float(predicted[head]), bound),
-                    "change": float(change[head]),
-                    "bound": bound,
-                    "output_norm": size,
-                    "predicted_kl": predicted_kl,
-                    "kl": kl,
-                    "entries": quantised_tokens(t.shape[-2], quantiser, "KV"[i]) * t.shape[-1],
-                    "name": at.layer.name,
-                }
+    def _rows(self, at: RecordedSoftmax, fisher: Sequence[Tensor] | None) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a layer. If quantisers act alike on the layer, only the first has rows."""
+        f, x = at.attention()
+        q, *operands = f.projections(x)
+        heads, size = _heads(f, q, *operands), float(torch.linalg.vector_norm(f(x)))
+        for i, sensitivity in enumerate(entry_sensitivities(f, x)):
+            t = operands[i]
+            different = {
+                group_of(quantiser, t.shape[-1]): quantiser for quantiser in reversed(self.quantisers)
+            }
+            for quantiser, count in product(self.quantisers, self.bits):
+                if quantiser not in different.values():
+                    continue
+                step, zero = steps_and_zeros(t, count, quantiser, "KV"[i])
+                variance = _VARIANCE * step.square()
+                predicted = (sensitivity.square() * variance).flatten(1).sum(dim=1).sqrt()
+                near = rounded(t, step, zero)
+                moved = _heads(f, q, *(near if j == i else operands[j] for j in range(2))) - heads
+                if f.output is not None:
+                    output = f.output.unflatten(1, (*moved.shape[:2], moved.shape[-1]))
+                    moved = torch.einsum("bgnv,obgv->bno", moved, output)
+                change = torch.linalg.vector_norm(moved.flatten(1), dim=1)
+                for head in range(f.kv_heads):
+                    limits = torch.zeros_like(step)
+                    limits[head] = step[head] / 2
+                    bound = kv_error_upper_bound(f, x, **{("keys", "values")[i]: limits}).value
+                    predicted_kl = kl = math.nan
+                    if self.logits and self.whole.logits is not None and fisher is not None:
+                        # To second order ½ Σ σ_a² F_aa over the entries a of the head.
+                        predicted_kl = (
+                            0.5 * float((fisher[i][head] * variance[head]).sum()) / len(self.whole.logits)
+                        )
+                        kl = self.simulated_kl({(at.layer.index, head, "KV"[i]): count}, quantiser)
+                    place = {"layer": at.layer.index, "head": head, "operand": "KV"[i]}
+                    yield place | {
+                        "bits": count,
+                        "quantiser": quantiser,
+                        "predicted": min(float(predicted[head]), bound),
+                        "change": float(change[head]),
+                        "bound": bound,
+                        "output_norm": size,
+                        "predicted_kl": predicted_kl,
+                        "kl": kl,
+                        "entries": quantised_tokens(t.shape[-2], quantiser, "KV"[i]) * t.shape[-1],
+                        "name": at.layer.name,
+                    }
 
 
 def _heads(
