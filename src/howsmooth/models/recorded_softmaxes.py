@@ -1,4 +1,4 @@
-"""A record of a model's softmax attentions on one input, and its logits if keys, values or weights are changed.
+"""A record of a model's softmax attentions on one input, and its logits with other keys, values or weights.
 
 Keys and values are meant as the softmax takes them: after norm layers and rotary positions, and expanded from
 their latent in latent attention.
@@ -164,12 +164,12 @@ class RecordedModel:
         return float((p.exp() * (p - other)).sum(dim=-1).mean().clamp_min(0.0))
 
     def run(
-        self, blocks: Mapping[str, nn.Module], weights: Callable[[str], Sequence[Place]] = lambda block: ()
-    ) -> tuple[Float[Tensor, "rows classes"] | None, dict[str, Float[Tensor, " entries"]]]:
-        """Run the model as it is, and each of some blocks with the ``weights`` that belong to its name. Return
-        the logits, and the entries of each block's output, of all its calls, in the order of the blocks.
+        self, blocks: Mapping[str, nn.Module], weights: Callable[[str], Sequence[Place]] = lambda name: ()
+    ) -> tuple[Any, dict[str, Float[Tensor, " entries"]]]:
+        """Return the logits, and the outputs of some blocks in their order, if each block has other weights.
 
-        The caller sets the measurement mode. The weights of a block are its own again when its call ends.
+        ``weights`` gives those of the block with a name; they are its own again when its call ends. The
+        caller sets the measurement mode.
         """
         running: list[ExitStack] = []
         outputs: dict[str, list[Tensor]] = {}
@@ -185,7 +185,7 @@ class RecordedModel:
         try:
             with watched(blocks, starts, ends):
                 logits = self._rows(run_once(self.call))
-        finally:  # also after a block that raises an exception
+        finally:  # after an exception
             for stack in reversed(running):
                 stack.close()
         return logits, {name: torch.cat(parts) for name, parts in outputs.items()}

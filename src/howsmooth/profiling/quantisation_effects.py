@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from numbers import Real
 from textwrap import indent
 from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
+import torch
 from jaxtyping import Float64
+from torch import Tensor
 
+from howsmooth.attention import SelfAttention
+from howsmooth.attention.scaled_dot_product import attend
+from howsmooth.bounds import kv_error_upper_bound
 from howsmooth.errors import ArgumentError, CaptureError, HowsmoothError, ModelError
 from howsmooth.models import LoadedModel
 from howsmooth.models.capture import checked_selection
 from howsmooth.models.identification.layer_identification import indices_of
-from howsmooth.models.recorded_softmaxes import RecordedModel
+from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX
+from howsmooth.models.recorded_softmaxes import RecordedModel, RecordedSoftmax
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling import model_input
-from howsmooth.profiling.kv_cache_quantisation import QuantisedCache
+from howsmooth.profiling.entry_sensitivities import entry_sensitivities
 from howsmooth.profiling.model_input import InputResult, Inputs, Layers, Model
-from howsmooth.profiling.quantisers import OF_WEIGHTS, QUANTISERS, checked_bits, checked_quantisers
+from howsmooth.profiling.quantisers import (
+    OF_WEIGHTS,
+    QUANTISERS,
+    checked_bits,
+    checked_quantisers,
+    group_of,
+    quantised_tokens,
+    rounded,
+    simulated_kl,
+    steps_and_zeros,
+)
 from howsmooth.profiling.weight_quantisation import QuantisedWeights, refuse_quantised
 from howsmooth.results.curves import SOLID, Curve, Panel
 from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled, titled
@@ -60,18 +77,18 @@ class Precision(InputResult):
         "Effects by layer and head, and predicted beside real ones; the numbers are in precision.csv."
     )
     LEFT_OUT: ClassVar[str] = "left out"
+    # What is quantised: the quantisers, the columns that name a place, those on the change of the output, and
+    # a function that simulates the divergence if several places are quantised.
     _QUANTISERS: ClassVar[tuple[str, ...]] = QUANTISERS
-    # The columns that name what is quantised, those on the change of the output, and one column with its title
-    # along which numbers of bits are listed.
     _PLACE: ClassVar[tuple[str, ...]] = ("layer", "head", "operand")
     _CHANGES: ClassVar[tuple[str, ...]] = ("predicted", "change", "bound")
-    _ALONG: ClassVar[tuple[str, str]] = ("head", "bits of kv heads from 0")
-    _ACROSS: ClassVar[str] = "head"  # the columns of the heatmaps
-    _CITED: ClassVar[str] = "Quantised keys and values at the softmax"
+    _SIMULATED: ClassVar[Callable[..., float]] = staticmethod(simulated_kl)
+    # In words: in a citation, all places, one, whose output changes, and how.
+    _CITED: ClassVar[str] = "keys and values at the softmax"
     _ALL: ClassVar[str] = "keys and values"
     _ONE: ClassVar[str] = "keys or values of one head"
     _OUTPUT: ClassVar[str] = "attention's output"
-    _HOW: ClassVar[str] = "Keys and values as the softmax takes them"
+    _HOW: ClassVar[str] = "Keys and values as the softmax takes them."
     _MEANT: ClassVar[str] = (
         "Predicted, change and bound are Frobenius norms of the change of the attention's output: the "
         "root mean square to first order, what the quantiser makes, and a proved limit for all errors of "
@@ -99,7 +116,7 @@ class Precision(InputResult):
     mixed: pd.DataFrame
     #: Seed of the draws from which the divergence is predicted.
     seed: int
-    #: What runs the model for ``simulate``; None without logits.
+    #: The model on its input, a ``RecordedModel`` or with it, for ``simulate``; None without logits.
     logits: Any
 
     @property
@@ -174,7 +191,7 @@ class Precision(InputResult):
 
         def at_once(choice: np.ndarray) -> float:
             given = dict(zip(wide.index, bits[choice].tolist(), strict=True))
-            return float(self.logits.simulated_kl(given, quantiser))
+            return self._SIMULATED(self.logits, given, quantiser)
 
         best = chosen[0] if self.logits is None else min(chosen, key=at_once)
         effect = wide[told].to_numpy()[np.arange(len(best)), best]
@@ -211,9 +228,10 @@ class Precision(InputResult):
         checked_bits(list(chosen.values()))
         unknown = set(chosen) - set(places.itertuples(index=False, name=None))
         if unknown:
-            expected = ", ".join(f"{one}s" for one in self._PLACE).replace(", ", " and ", -1)
+            *first, last = (f"{column}s" for column in self._PLACE)
+            expected = f"{', '.join(first)} and {last}"
             raise ArgumentError("bits", expected=f"{expected} of the table", got=str(next(iter(unknown))))
-        return float(self.logits.simulated_kl(chosen, quantiser))
+        return self._SIMULATED(self.logits, chosen, quantiser)
 
     # ---- in words, in notebooks, and as files
 
@@ -222,7 +240,7 @@ class Precision(InputResult):
         """One line to cite, with the divergences for all keys and values quantised, and rank correlations."""
         at_once = "".join(f" {line};" for line in self._together_in_words())
         return (
-            f"{self._CITED} of {self.model} at {self.input} (n = {self.n}):"
+            f"Quantised {self._CITED} of {self.model} at {self.input} (n = {self.n}):"
             f"{at_once} Spearman's rank correlation: {self._ranks_in_words()}; {self._made_by}"
         )
 
@@ -277,7 +295,7 @@ class Precision(InputResult):
         return [
             f"Precision of {self.model}, {self.length}: {self._ONE} quantised.",
             f"Input: {self.input}.",
-            f"{self.precision.capitalize()}. {self._HOW}.",
+            f"{self.precision.capitalize()}. {self._HOW}",
             f"The first {len(rows)} of {len(self.table)} rows by {self._key}. Norm of the change of the "
             f"{self._OUTPUT}: predicted, change (real){', bound (proved)' * ('bound' in self._CHANGES)}"
             + ("; divergence of the predictions in nats: predicted_kl, kl (real)." if self.has_kl else "."),
@@ -288,10 +306,10 @@ class Precision(InputResult):
 
     @property
     def _bits_of_heads(self) -> pd.DataFrame:
-        along, title = self._ALONG
+        along, title = ("head", "kv heads from 0") if "head" in self._PLACE else ("layer", "layers in order")
         others = ["quantiser", *(column for column in self._PLACE if column != along)]
         words = self.budgets.groupby(others, sort=False)["bits"].agg(lambda bits: " ".join(map(str, bits)))
-        return words.reset_index(name=title)
+        return words.reset_index(name=f"bits of {title}")
 
     @styled
     def plot(self) -> Figure:
@@ -302,7 +320,7 @@ class Precision(InputResult):
         predicted, real = ("predicted_kl", "kl") if self.has_kl else ("predicted", "change")
         what = "divergence (nats)" if self.has_kl else "change of the output"
         bits, quantiser = int(self.table["bits"].min()), self.table["quantiser"].iloc[0]
-        kind, across = self._PLACE[-1], self._ACROSS
+        kind, across = self._PLACE[-1], "head" if "head" in self._PLACE else "bits"
         shown = self.table[self.table["quantiser"] == quantiser]
         shown = shown if across == "bits" else shown[shown["bits"] == bits]
         cells = shown.pivot_table(index="layer", columns=[kind, across], values=self._key)
@@ -365,40 +383,40 @@ class Precision(InputResult):
         return {"seed": self.seed, "refused": self.refused} | rows
 
 
-class WeightPrecision(Precision):
-    """The changes of a model's output at one input if linear weights are quantised, part by part.
+# The error of an entry is predicted as if it were uniform within half a step: its variance is step² / 12.
+_VARIANCE = 1.0 / 12.0
+# Draws for the Fisher information, each a backward pass; every head averages over its tokens and channels.
+_DRAWS = 16
+_HEADS = "no linear module alone is given its heads, so that predicted, change and bound are of the heads"
 
-    A part is the attention or the MLP of a block, or the whole ``block`` where the two are not told apart.
-    Biases, norms, embeddings and the output layer stay exact, and so do matrices that the result names as left
-    out, such as routers of experts. Each weight is rounded to the nearest multiple of a step, the largest
-    absolute value that shares the step over 2^(bits−1) − 1. The methods are those of :class:`Precision`, with
-    the columns ``layer`` and ``part`` for a place.
+
+class WeightPrecision(Precision):
+    """The changes of a model's output at one input if the linear weights of a block's part are quantised.
+
+    Each weight is rounded to the nearest multiple of a step, which is the largest absolute value among those
+    that share it over 2^(bits−1) − 1. Biases, norms, embeddings and the output layer stay exact, and so do
+    matrices named as left out, such as routers. In :meth:`budget` and :meth:`simulate` a place is a ``layer``
+    and a ``part``.
     """
 
-    WHAT: ClassVar[str] = "What quantised weights of one part of a block do to the output,"
+    WHAT: ClassVar[str] = "What quantised linear weights of one part of a block do to the output,"
     _QUANTISERS: ClassVar[tuple[str, ...]] = OF_WEIGHTS
     _PLACE: ClassVar[tuple[str, ...]] = ("layer", "part")
     _CHANGES: ClassVar[tuple[str, ...]] = ("predicted", "change")
-    _ALONG: ClassVar[tuple[str, str]] = ("layer", "bits of the layers in order")
-    _ACROSS: ClassVar[str] = "bits"
-    _CITED: ClassVar[str] = "Quantised linear weights in the blocks"
+    _SIMULATED: ClassVar[Callable[..., float]] = staticmethod(QuantisedWeights.simulated_kl)
+    _CITED: ClassVar[str] = "linear weights in blocks"
     _ALL: ClassVar[str] = "linear weights"
     _ONE: ClassVar[str] = "linear weights of one part of a block"
     _OUTPUT: ClassVar[str] = "block's output"
-    _HOW: ClassVar[str] = "Weights rounded to nearest by absmax; all else exact"
-    _MEANT: ClassVar[str] = (
-        "Predicted and change are Frobenius norms of the change of the block's output, to first order and in "
-        "fact. Divergences are in nats a token, predicted to second order. Biases, norms, embeddings and the "
-        "output layer stay exact."
-    )
+    _HOW: ClassVar[str] = "Rounded to nearest by absmax; all but linear weights in blocks stays exact."
+    _MEANT: ClassVar[str] = "Norms are of the change of the block's output, divergences in nats a token."
 
-    #: One row for each layer, part, quantiser and number of bits. Columns: ``layer`` (a block, in the order of
-    #: the forward pass), ``part`` ("attention", "MLP" or "block"), ``bits``, ``quantiser``; of the block's
-    #: output, in Frobenius norm, ``predicted`` (its derivative along the error of the weights), ``change``
-    #: (what really happens) and ``output_norm``; of the model's predictions ``predicted_kl`` (to second order
-    #: from the derivative of the logits along this error) and ``kl``, mean Kullback–Leibler divergences in
-    #: nats, NaN for a model without logits; ``entries``, how many weights are quantised; ``name``, the path
-    #: of the block; and with an ``average`` ``in_budget``.
+    #: One row for each layer, part, quantiser and number of bits. Columns: ``layer`` (a block, in their
+    #: order), ``part`` ("attention", "MLP", or "block" if they are not told apart), ``bits``, ``quantiser``;
+    #: of the block's output, in Frobenius norm, ``predicted`` (to first order, for the error that the
+    #: quantiser makes), ``change`` (the real one) and ``output_norm``; of the predictions ``predicted_kl``
+    #: (to second order, for this error) and ``kl``, mean divergences in nats, NaN without logits;
+    #: ``entries``, how many weights are quantised; ``name``, the path of the block; and ``in_budget``.
     table: pd.DataFrame
 
 
@@ -466,11 +484,9 @@ def precision(
     if bits is not None and weights is not None:
         remedy = "Leave out one: bits are those of keys and values."
         raise ArgumentError("bits", expected="None beside weights", got=repr(bits), remedy=remedy)
-    name = "bits" if weights is None else "weights"
-    kind, given_bits = (
-        (Precision, _BITS if bits is None else bits) if weights is None else (WeightPrecision, weights)
-    )
-    counts = checked_bits(given_bits, name)
+    kind = Precision if weights is None else WeightPrecision
+    name, given_bits = ("weights", weights) if bits is None else ("bits", bits)
+    counts = _BITS if given_bits is None else checked_bits(given_bits, name)
     wanted = counts, checked_quantisers(quantisers, kind._QUANTISERS)
     if average is not None:
         average = _checked_average(average, counts, name)
@@ -480,38 +496,47 @@ def precision(
     if weights is not None:
         refuse_quantised(given.module)
     recorded = RecordedModel(given.module, given.inputs)
-    kl = logits and recorded.logits is not None
-    parts: QuantisedCache | QuantisedWeights
-    if weights is None:
-        draws = derive_seed(purpose="precision", seed=seed)
-        parts = QuantisedCache(recorded, *wanted, logits=kl, seed=draws)
-    else:
-        parts = QuantisedWeights(recorded, *wanted, logits=kl)
-    indices, left_out = indices_of(chosen, len(parts.names), "layer"), parts.left_out
+    whole = recorded if logits and recorded.logits is not None else None
+    parts = None if weights is None else QuantisedWeights(recorded, *wanted)
+    names = parts.names if parts else [str(at.layer) for at in recorded.layers]
+    indices = indices_of(chosen, len(names), "layer")
+    draws = derive_seed(purpose="precision", seed=seed)
+    fisher = whole.squared_gradients(_DRAWS, draws) if whole and not parts else {}
+    left_out: dict[str, list[str]] = {}  # what is left out, by the reason
     rows: list[dict[str, Any]] = []
     with model_input.shown_progress(on_layer, len(indices)) as told:
         for done, index in enumerate(indices):
             told(done, len(indices))
             renew_threads()
             try:
-                rows += parts.rows(index)
+                if parts:
+                    rows += parts.rows(index, whole)
+                    continue
+                at = recorded.layers[index]
+                rows += list(_rows(at, whole, fisher.get(index), *wanted))
             except HowsmoothError as error:
                 if isinstance(error, ArgumentError) and error.argument == "quantisers":
                     raise
-                left_out.setdefault(str(error).rstrip("."), []).append(parts.names[index])
+                left_out.setdefault(str(error).rstrip("."), []).append(names[index])
+                continue
+            if at.projection is None:
+                left_out.setdefault(_HEADS, []).append(f"the output projection of {at.layer}")
         told(len(indices), len(indices))
-    if chosen is None:
-        parts.also_left_out()
+    if parts:
+        left_out |= parts.left_out
+    elif chosen is None and recorded.without_softmax:
+        left_out[f"{NO_SOFTMAX}, which has no keys and values"] = recorded.without_softmax
     refused = [f"{', '.join(names)}: {reason}." for reason, names in left_out.items()]
     name = type(given.module).__name__
-    if logits and not kl:
+    if logits and whole is None:
         refused.insert(0, f"The divergence of predictions is left out: {name} has no logits.")
     if not rows:
         raise CaptureError(f"No layer of {name} can be treated. {refused[-1]}")
     places = list(dict.fromkeys(tuple(row[column] for column in kind._PLACE) for row in rows))
     cases = list(dict.fromkeys((row["quantiser"], count) for row in rows for count in counts))
-    together = [(q, c, parts.simulated_kl(dict.fromkeys(places, c), q)) for q, c in cases if kl]
-    read = {row["layer"] for row in rows} if weights is None else range(len(recorded.layers))
+    simulates: Any = whole and (parts or whole)
+    together = [(q, c, kind._SIMULATED(simulates, dict.fromkeys(places, c), q)) for q, c in cases if whole]
+    read = range(len(recorded.layers)) if parts else {row["layer"] for row in rows}
     found = kind(
         **given.origin(),
         table=PrintedTable(rows),
@@ -521,7 +546,7 @@ def precision(
         n=max(recorded.layers[layer].softmax.value.shape[-2] for layer in read),
         seed=seed,
         refused=tuple(refused),
-        logits=parts if kl else None,
+        logits=simulates,
     )
     return found if average is None else _with_budgets(found, average)
 
@@ -574,3 +599,60 @@ def with_head(load: Callable[..., LoadedModel]) -> LoadedModel:
         return load(head=True)
     except ModelError:
         return load()
+
+
+def _rows(
+    at: RecordedSoftmax,
+    whole: RecordedModel | None,
+    fisher: Sequence[Tensor] | None,
+    bits: Sequence[int],
+    quantisers: Sequence[str],
+) -> Iterator[dict[str, Any]]:
+    """Yield the table's rows for one layer. If quantisers act alike on the layer, only the first has rows."""
+    f, x = at.attention()
+    q, *operands = f.projections(x)
+    heads, size = _heads(f, q, *operands), float(torch.linalg.vector_norm(f(x)))
+    for i, sensitivity in enumerate(entry_sensitivities(f, x)):
+        t = operands[i]
+        different = {group_of(quantiser, t.shape[-1]): quantiser for quantiser in reversed(quantisers)}
+        for quantiser, count in product(quantisers, bits):
+            if quantiser not in different.values():
+                continue
+            step, zero = steps_and_zeros(t, count, quantiser, "KV"[i])
+            variance = _VARIANCE * step.square()
+            predicted = (sensitivity.square() * variance).flatten(1).sum(dim=1).sqrt()
+            near = rounded(t, step, zero)
+            moved = _heads(f, q, *(near if j == i else operands[j] for j in range(2))) - heads
+            if f.output is not None:
+                output = f.output.unflatten(1, (*moved.shape[:2], moved.shape[-1]))
+                moved = torch.einsum("bgnv,obgv->bno", moved, output)
+            change = torch.linalg.vector_norm(moved.flatten(1), dim=1)
+            for head in range(f.kv_heads):
+                limits = torch.zeros_like(step)
+                limits[head] = step[head] / 2
+                bound = kv_error_upper_bound(f, x, **{("keys", "values")[i]: limits}).value
+                predicted_kl = kl = math.nan
+                if whole is not None and whole.logits is not None and fisher is not None:
+                    # To second order ½ Σ σ_a² F_aa over the entries a of the head.
+                    predicted_kl = 0.5 * float((fisher[i][head] * variance[head]).sum()) / len(whole.logits)
+                    kl = simulated_kl(whole, {(at.layer.index, head, "KV"[i]): count}, quantiser)
+                place = {"layer": at.layer.index, "head": head, "operand": "KV"[i]}
+                yield place | {
+                    "bits": count,
+                    "quantiser": quantiser,
+                    "predicted": min(float(predicted[head]), bound),
+                    "change": float(change[head]),
+                    "bound": bound,
+                    "output_norm": size,
+                    "predicted_kl": predicted_kl,
+                    "kl": kl,
+                    "entries": quantised_tokens(t.shape[-2], quantiser, "KV"[i]) * t.shape[-1],
+                    "name": at.layer.name,
+                }
+
+
+def _heads(
+    f: SelfAttention, q: Tensor, k: Tensor, v: Tensor
+) -> Float64[Tensor, "kv_heads group n value_dim"]:
+    visible = f.visibility(q.shape[-2])
+    return attend(f._grouped(q)[None], k[None], v[None], f.scale, visible, features=f.features)[0]

@@ -1,5 +1,5 @@
-"""Round keys, values and weights to few bits by absmax quantisation, keys and values also as KIVI does. Run a
-model with the rounded keys and values of some heads, as if they came from a quantised KV cache.
+"""Round keys, values and weights to few bits by absmax quantisation, or as KIVI does. Run a model with the
+rounded keys and values of some heads, as if they came from a quantised KV cache.
 
 An entry is rounded to an integer multiple of a step, counted from a zero point. All entries of a group share
 both. In absmax quantisation the zero point is 0, and the step is the largest absolute value over
@@ -23,8 +23,8 @@ from howsmooth.profiling.model_input import chosen_words
 from howsmooth.threads import renew_threads
 
 __all__ = [
-    "OF_WEIGHTS", "QUANTISERS", "Place", "checked_bits", "checked_quantisers", "group_of", "quantised_tokens",
-    "quantised_weight", "rounded", "simulated_kl", "steps_and_zeros",
+    "OF_WEIGHTS", "QUANTISERS", "checked_bits", "checked_quantisers", "group_of", "quantised_tokens", "rounded",
+    "simulated_kl", "steps_and_zeros",
 ]  # fmt: skip
 
 QUANTISERS = ("token", "channel", "group-32", "group-64", "kivi")
@@ -37,10 +37,7 @@ tokens or channels, and ``kivi-G-R``, with a window of the R last tokens that st
 """
 
 OF_WEIGHTS = ("channel", "group-128", "group-64", "group-32")
-"""The quantisers of weights, all by absmax.
-
-``channel`` has one step for all weights of an output channel, the others one for that many neighbours of them.
-"""
+"""The quantisers of weights: one step for an output channel, or for so many neighbouring weights of it."""
 
 _BITS = (2, 16)
 _SIZES = {"group-32": 32, "group-64": 64, "group-128": 128}
@@ -113,13 +110,6 @@ def rounded(t: Tensor, step: Float[Tensor, "*lead n dim"], zero: Float[Tensor, "
     """Round each entry of keys or values (*lead, n, dim) to its zero point plus a multiple of its step."""
     whole = torch.where(step > 0, step, 1.0)
     return torch.where(step > 0, ((t - zero) / whole).round() * step + zero, t)
-
-
-def quantised_weight(w: Tensor, bits: int, quantiser: str, *, transposed: bool) -> Tensor:
-    """Round a weight (*lead, out, in), or (*lead, in, out) if ``transposed``, by a quantiser of weights."""
-    rows = w.mT if transposed else w
-    near = rounded(rows, *steps_and_zeros(rows, bits, "token" if quantiser == "channel" else quantiser, "V"))
-    return near.mT if transposed else near
 
 
 Place = tuple[int, int, str]
