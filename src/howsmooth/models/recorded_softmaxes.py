@@ -166,28 +166,22 @@ class RecordedModel:
     def run(
         self, blocks: Mapping[str, nn.Module], weights: Callable[[str], Sequence[Place]] = lambda name: ()
     ) -> tuple[Any, dict[str, Float[Tensor, " entries"]]]:
-        """Return the logits, and the outputs of some blocks in their order, if each block has other weights.
+        """Return the logits, and the outputs of some blocks in their order, if they have other weights.
 
-        ``weights`` gives those of the block with a name; they are its own again when its call ends. The
-        caller sets the measurement mode.
+        ``weights`` gives those of the block with a name, which are its own again when its call ends. No block
+        lies in another, and the caller sets the measurement mode.
         """
-        running: list[ExitStack] = []
         outputs: dict[str, list[Tensor]] = {}
 
         def starts(call: Call) -> None:
-            running.append(ExitStack())
-            running[-1].enter_context(substituted(weights(call.name)))
+            stack.enter_context(substituted(weights(call.name)))
 
         def ends(call: Call) -> None:
-            running.pop().close()
+            stack.close()
             outputs.setdefault(call.name, []).append(first_tensor(call.output).flatten().clone())
 
-        try:
-            with watched(blocks, starts, ends):
-                logits = self._rows(run_once(self.call))
-        finally:  # after an exception
-            for stack in reversed(running):
-                stack.close()
+        with ExitStack() as stack, watched(blocks, starts, ends):
+            logits = self._rows(run_once(self.call))
         return logits, {name: torch.cat(parts) for name, parts in outputs.items()}
 
     def squared_gradients(self, samples: int, seed: int) -> dict[int, list[Tensor]]:

@@ -13,7 +13,7 @@ from howsmooth.profiling.certified_answers import CertifiedAccuracy, certified_a
 from howsmooth.profiling.expansion_by_depth import DepthProfile, depth_profile
 from howsmooth.profiling.fitted_growth import LengthGrowth, growth
 from howsmooth.profiling.lipschitz_profile import Profile, profile
-from howsmooth.profiling.quantisation_effects import Precision, WeightPrecision, precision
+from howsmooth.profiling.quantisation_effects import Precision, precision
 from howsmooth.profiling.residual_stream_stability import PredictionStability, prediction_stability
 from howsmooth.profiling.robust_word_radii import WordRadii, word_radii
 from howsmooth.profiling.several_profiles import ProfileComparison, ProfileOverTexts
@@ -29,7 +29,6 @@ __all__ = [
     "Profile",
     "ProfileComparison",
     "ProfileOverTexts",
-    "WeightPrecision",
     "WordRadii",
     "certified_accuracy",
     "depth_profile",

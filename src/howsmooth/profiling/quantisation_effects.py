@@ -50,7 +50,7 @@ from howsmooth.seeds import derive_seed
 from howsmooth.study.records import plain_rows
 from howsmooth.threads import renew_threads, with_fastest_threads
 
-__all__ = ["Precision", "WeightPrecision", "precision", "with_head"]
+__all__ = ["Precision", "precision", "with_head"]
 
 _SHOWN = 10  # rows of the ranking in a printed result
 _CELL, _SCATTER = 0.3, 4.2  # inches
@@ -59,6 +59,12 @@ _HOLDS = 0.1
 _BITS = (8, 4, 3)
 _MARKS = (("o", "#1f77b4"), ("^", "#ff7f0e"), ("s", "#2ca02c"))
 _IN_WORDS = {"K": "keys", "V": "values", "head": "key/value head"}
+_MEANT = (
+    "Predicted, change and bound are Frobenius norms of the change of the attention's output: the root mean "
+    "square to first order, what the quantiser makes, and a proved limit for all errors of up to half a step. "
+    "Divergences are in nats a token. A kv head is a head of keys and values."
+)
+_MEANT_OF_WEIGHTS = "Norms are of the change of the block's output; divergences are in nats a token."
 _MIXED = ["quantiser", "average", "bits", "kl", "equal_bits", "equal_kl"]
 _DIVERGENCES = ("predicted_kl", "kl")
 _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
@@ -66,34 +72,13 @@ _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Precision(InputResult):
-    """The changes of a model's output at one input if keys or values are quantised."""
+    """The changes of a model's output at one input if keys, values or weights are quantised."""
 
     NAME: ClassVar[str] = "precision"
     TITLE: ClassVar[str] = "Precision"
-    WHAT: ClassVar[str] = (
-        "What quantised keys or values of one head, as the softmax takes them, do to the output,"
-    )
-    ALT: ClassVar[str] = (
-        "Effects by layer and head, and predicted beside real ones; the numbers are in precision.csv."
-    )
+    WHAT: ClassVar[str] = "What quantising one head or one part of a block does to the output,"
+    ALT: ClassVar[str] = "Effects by layer, and predicted beside real ones; the numbers are in precision.csv."
     LEFT_OUT: ClassVar[str] = "left out"
-    # What is quantised: the quantisers, the columns that name a place, those on the change of the output, and
-    # a function that simulates the divergence if several places are quantised.
-    _QUANTISERS: ClassVar[tuple[str, ...]] = QUANTISERS
-    _PLACE: ClassVar[tuple[str, ...]] = ("layer", "head", "operand")
-    _CHANGES: ClassVar[tuple[str, ...]] = ("predicted", "change", "bound")
-    _SIMULATED: ClassVar[Callable[..., float]] = staticmethod(simulated_kl)
-    # In words: in a citation, all places, one, whose output changes, and how.
-    _CITED: ClassVar[str] = "keys and values at the softmax"
-    _ALL: ClassVar[str] = "keys and values"
-    _ONE: ClassVar[str] = "keys or values of one head"
-    _OUTPUT: ClassVar[str] = "attention's output"
-    _HOW: ClassVar[str] = "Keys and values as the softmax takes them."
-    _MEANT: ClassVar[str] = (
-        "Predicted, change and bound are Frobenius norms of the change of the attention's output: the "
-        "root mean square to first order, what the quantiser makes, and a proved limit for all errors of "
-        "up to half a step. Divergences are in nats a token. A kv head is a head of keys and values."
-    )
 
     #: One row for each layer, key/value head, operand, quantiser and number of bits. Columns: ``layer``,
     #: ``head``, ``operand`` ("K" or "V"), ``bits``, ``quantiser``; of the attention's output (of its heads
@@ -103,21 +88,36 @@ class Precision(InputResult):
     #: up to half a step) and ``output_norm`` (the norm of the output itself); of the model's predictions
     #: ``predicted_kl`` and ``kl``, mean Kullback–Leibler divergences in nats, NaN for a model without logits;
     #: ``entries``, how many numbers are quantised; ``name``, the path of the module; and with an ``average``
-    #: ``in_budget``, whether the budget of the quantiser gives the row's bits.
+    #: ``in_budget``, whether the budget of the quantiser gives the row's bits. For weights ``part`` stands in
+    #: place of head and operand ("attention", "MLP", or "block" if these are not told apart), the changes are
+    #: of the block's output without a bound, and both predictions, to first and second order, are for the
+    #: very error that the quantiser makes.
     table: pd.DataFrame
-    #: The divergence ``kl`` of the model's predictions with all these keys and values quantised at the same
+    #: The divergence ``kl`` of the model's predictions with all places of the table quantised at the same
     #: time, for each ``quantiser`` and number of ``bits``; empty without logits.
     together: pd.DataFrame
     #: The :meth:`budget` of each ``quantiser`` for an ``average``; empty without one.
     budgets: pd.DataFrame
     #: For each ``quantiser`` and its budget: the ``average`` that was asked for, the exact mean ``bits`` of a
-    #: quantised number, the divergence ``kl`` with all keys and values quantised at once, and ``equal_kl``
+    #: quantised number, the divergence ``kl`` with all places quantised at once, and ``equal_kl``
     #: with the same ``equal_bits`` for all, the most in the table up to the average.
     mixed: pd.DataFrame
     #: Seed of the draws from which the divergence is predicted.
     seed: int
-    #: The model on its input, a ``RecordedModel`` or with it, for ``simulate``; None without logits.
+    #: What runs the model for ``simulate``; None without logits.
     logits: Any
+
+    @property
+    def _place(self) -> list[str]:
+        return ["layer", "part"] if self._of_weights else ["layer", "head", "operand"]
+
+    @property
+    def _changes(self) -> list[str]:
+        return ["predicted", "change", *([] if self._of_weights else ["bound"])]
+
+    @property
+    def _of_weights(self) -> bool:
+        return "part" in self.table
 
     @property
     def has_kl(self) -> bool:
@@ -131,7 +131,7 @@ class Precision(InputResult):
         The columns are the place, ``bits``, ``quantiser``, the three changes and, if there are any, the
         divergences.
         """
-        columns = [*self._PLACE, "bits", "quantiser", *self._CHANGES, *(_DIVERGENCES if self.has_kl else ())]
+        columns = [*self._place, "bits", "quantiser", *self._changes, *(_DIVERGENCES if self.has_kl else ())]
         return self._sorted[columns]
 
     @property
@@ -153,7 +153,7 @@ class Precision(InputResult):
         every = self.table["bits"].unique()
         for bits in (0, *(every if len(every) > 1 else ())):
             chosen = self.table if bits == 0 else self.table[self.table["bits"] == bits]
-            ranks = chosen[[*self._CHANGES, *_DIVERGENCES]].corr("spearman", min_periods=3)
+            ranks = chosen[[*self._changes, *_DIVERGENCES]].corr("spearman", min_periods=3)
             for predicted, real in _PAIRS if self.has_kl else _PAIRS[:1]:
                 spearman = ranks.at[predicted, real]
                 rows.append({"bits": bits, "predicted": predicted, "real": real, "spearman": spearman})
@@ -183,7 +183,7 @@ class Precision(InputResult):
         mean = (rows["kl"] * rows["predicted_kl"]).pow(0.5)
         rows = rows.assign(mean=mean, relative=(rows["predicted"] / rows["output_norm"]).pow(2))
         told, *effects = ["kl", "mean", "predicted_kl"] if self.has_kl else ["relative", "relative"]
-        wide = rows.pivot(index=[*self._PLACE], columns="bits", values=list({told, *effects, "entries"}))
+        wide = rows.pivot(index=self._place, columns="bits", values=list({told, *effects, "entries"}))
         entries, bits = wide["entries"].to_numpy(dtype=int)[:, 0], wide["entries"].columns.to_numpy(dtype=int)
         average = _checked_average(average, bits.tolist())
         chosen = [_spent(wide[effect].to_numpy(), bits, entries, average) for effect in effects]
@@ -191,7 +191,7 @@ class Precision(InputResult):
 
         def at_once(choice: np.ndarray) -> float:
             given = dict(zip(wide.index, bits[choice].tolist(), strict=True))
-            return self._SIMULATED(self.logits, given, quantiser)
+            return float(self.logits(given, quantiser))
 
         best = chosen[0] if self.logits is None else min(chosen, key=at_once)
         effect = wide[told].to_numpy()[np.arange(len(best)), best]
@@ -218,20 +218,19 @@ class Precision(InputResult):
         if self.logits is None:
             expected = "the logits of the model, which simulate compares"
             raise ArgumentError("logits", expected=expected, got="none")
-        checked_quantisers(quantiser, self._QUANTISERS)
-        places = self.table[[*self._PLACE]].drop_duplicates()
+        checked_quantisers(quantiser, OF_WEIGHTS if self._of_weights else QUANTISERS)
+        places = self.table[self._place].drop_duplicates()
         if not isinstance(bits, pd.DataFrame):
             bits = places.assign(bits=bits)
         chosen = {
-            tuple(place): count for *place, count in bits[[*self._PLACE, "bits"]].itertuples(index=False)
+            tuple(place): count for *place, count in bits[[*self._place, "bits"]].itertuples(index=False)
         }
         checked_bits(list(chosen.values()))
         unknown = set(chosen) - set(places.itertuples(index=False, name=None))
         if unknown:
-            *first, last = (f"{column}s" for column in self._PLACE)
-            expected = f"{', '.join(first)} and {last}"
+            expected = "layers and parts" if self._of_weights else "layers, heads and operands"
             raise ArgumentError("bits", expected=f"{expected} of the table", got=str(next(iter(unknown))))
-        return self._SIMULATED(self.logits, chosen, quantiser)
+        return float(self.logits(chosen, quantiser))
 
     # ---- in words, in notebooks, and as files
 
@@ -240,7 +239,7 @@ class Precision(InputResult):
         """One line to cite, with the divergences for all keys and values quantised, and rank correlations."""
         at_once = "".join(f" {line};" for line in self._together_in_words())
         return (
-            f"Quantised {self._CITED} of {self.model} at {self.input} (n = {self.n}):"
+            f"Quantised {self._all}{'' if self._of_weights else ' at the softmax'} of {self.model} at {self.input} (n = {self.n}):"
             f"{at_once} Spearman's rank correlation: {self._ranks_in_words()}; {self._made_by}"
         )
 
@@ -249,13 +248,17 @@ class Precision(InputResult):
         found = ("none exists" if row["spearman"] is None else f"{row['spearman']:.3f}" for row in rows)
         return "; ".join(f"{row['predicted']} and {row['real']} {next(found)}" for row in rows)
 
+    @property
+    def _all(self) -> str:
+        return "linear weights in blocks" if self._of_weights else "keys and values"
+
     def _together_in_words(self) -> list[str]:
         layers = sorted({int(layer) for layer in self.table["layer"]})
         run = len(layers) > 2 and layers[-1] - layers[0] == len(layers) - 1
         listed = f"{layers[0]} to {layers[-1]}" if run else ", ".join(map(str, layers))
         where = f"layer{'' if len(layers) == 1 else 's'} {listed}"
         return [
-            f"all {self._ALL} of {where} at once by {quantiser}: divergence "
+            f"all {self._all} of {where} at once by {quantiser}: divergence "
             + ", ".join(f"{row['kl']:.3g} at {row['bits']} bits" for row in plain_rows(rows))
             for quantiser, rows in self.together.groupby("quantiser", sort=False)
         ]
@@ -284,7 +287,7 @@ class Precision(InputResult):
         """Return the first rows of the ranking as text; a star marks an unreliable prediction."""
         rows = self.ranking.head(most)
         texts = {
-            name: rows[name].map("{:.4g}".format) for name in rows if name in self._CHANGES + _DIVERGENCES
+            name: rows[name].map("{:.4g}".format) for name in rows if name in {*self._changes, *_DIVERGENCES}
         }
         if self.has_kl and bool((large := rows["predicted_kl"] > _HOLDS).any()):
             texts["predicted_kl"] += np.where(large, "*", " ")
@@ -292,12 +295,25 @@ class Precision(InputResult):
 
     def _lines(self) -> list[str]:
         rows = self.first_rows(_SHOWN)
+        one, how, of, bound = (
+            "keys or values of one head",
+            "Keys and values as the softmax takes them",
+            "attention",
+            ", bound (proved)",
+        )
+        if self._of_weights:
+            one, how, of, bound = (
+                "linear weights of one part of a block",
+                "Rounded to nearest by absmax; all else exact",
+                "block",
+                "",
+            )
         return [
-            f"Precision of {self.model}, {self.length}: {self._ONE} quantised.",
+            f"Precision of {self.model}, {self.length}: {one} quantised.",
             f"Input: {self.input}.",
-            f"{self.precision.capitalize()}. {self._HOW}",
+            f"{self.precision.capitalize()}. {how}.",
             f"The first {len(rows)} of {len(self.table)} rows by {self._key}. Norm of the change of the "
-            f"{self._OUTPUT}: predicted, change (real){', bound (proved)' * ('bound' in self._CHANGES)}"
+            f"{of}'s output: predicted, change (real){bound}"
             + ("; divergence of the predictions in nats: predicted_kl, kl (real)." if self.has_kl else "."),
             indent(rows.to_string(index=False), "  "),
             *self.remarks,
@@ -306,10 +322,9 @@ class Precision(InputResult):
 
     @property
     def _bits_of_heads(self) -> pd.DataFrame:
-        along, title = ("head", "kv heads from 0") if "head" in self._PLACE else ("layer", "layers in order")
-        others = ["quantiser", *(column for column in self._PLACE if column != along)]
+        others = ["quantiser", *(["part"] if self._of_weights else ["layer", "operand"])]
         words = self.budgets.groupby(others, sort=False)["bits"].agg(lambda bits: " ".join(map(str, bits)))
-        return words.reset_index(name=f"bits of {title}")
+        return words.reset_index(name=f"bits of {'layers' if self._of_weights else 'kv heads'} from 0")
 
     @styled
     def plot(self) -> Figure:
@@ -320,7 +335,7 @@ class Precision(InputResult):
         predicted, real = ("predicted_kl", "kl") if self.has_kl else ("predicted", "change")
         what = "divergence (nats)" if self.has_kl else "change of the output"
         bits, quantiser = int(self.table["bits"].min()), self.table["quantiser"].iloc[0]
-        kind, across = self._PLACE[-1], "head" if "head" in self._PLACE else "bits"
+        kind, across = self._place[-1], "bits" if self._of_weights else "head"
         shown = self.table[self.table["quantiser"] == quantiser]
         shown = shown if across == "bits" else shown[shown["bits"] == bits]
         cells = shown.pivot_table(index="layer", columns=[kind, across], values=self._key)
@@ -367,7 +382,7 @@ class Precision(InputResult):
             frame(agreement.rename(columns={"spearman": "Spearman"})),
             html.heading(f"The largest effects, by {self._key}"),
             frame(rows),
-            html.words(self._MEANT, "soft"),
+            html.words(_MEANT_OF_WEIGHTS if self._of_weights else _MEANT, "soft"),
             *([html.words(few, "note")] if len(rows) < len(self.table) else []),
         ]
 
@@ -388,36 +403,6 @@ _VARIANCE = 1.0 / 12.0
 # Draws for the Fisher information, each a backward pass; every head averages over its tokens and channels.
 _DRAWS = 16
 _HEADS = "no linear module alone is given its heads, so that predicted, change and bound are of the heads"
-
-
-class WeightPrecision(Precision):
-    """The changes of a model's output at one input if the linear weights of a block's part are quantised.
-
-    Each weight is rounded to the nearest multiple of a step, which is the largest absolute value among those
-    that share it over 2^(bits−1) − 1. Biases, norms, embeddings and the output layer stay exact, and so do
-    matrices named as left out, such as routers. In :meth:`budget` and :meth:`simulate` a place is a ``layer``
-    and a ``part``.
-    """
-
-    WHAT: ClassVar[str] = "What quantised linear weights of one part of a block do to the output,"
-    _QUANTISERS: ClassVar[tuple[str, ...]] = OF_WEIGHTS
-    _PLACE: ClassVar[tuple[str, ...]] = ("layer", "part")
-    _CHANGES: ClassVar[tuple[str, ...]] = ("predicted", "change")
-    _SIMULATED: ClassVar[Callable[..., float]] = staticmethod(QuantisedWeights.simulated_kl)
-    _CITED: ClassVar[str] = "linear weights in blocks"
-    _ALL: ClassVar[str] = "linear weights"
-    _ONE: ClassVar[str] = "linear weights of one part of a block"
-    _OUTPUT: ClassVar[str] = "block's output"
-    _HOW: ClassVar[str] = "Rounded to nearest by absmax; all but linear weights in blocks stays exact."
-    _MEANT: ClassVar[str] = "Norms are of the change of the block's output, divergences in nats a token."
-
-    #: One row for each layer, part, quantiser and number of bits. Columns: ``layer`` (a block, in their
-    #: order), ``part`` ("attention", "MLP", or "block" if they are not told apart), ``bits``, ``quantiser``;
-    #: of the block's output, in Frobenius norm, ``predicted`` (to first order, for the error that the
-    #: quantiser makes), ``change`` (the real one) and ``output_norm``; of the predictions ``predicted_kl``
-    #: (to second order, for this error) and ``kl``, mean divergences in nats, NaN without logits;
-    #: ``entries``, how many weights are quantised; ``name``, the path of the block; and ``in_budget``.
-    table: pd.DataFrame
 
 
 @with_fastest_threads
@@ -442,7 +427,7 @@ def precision(
     Keys and values are those that the softmax takes: after norm layers and rotary positions, as most KV
     caches hold them, and expanded from the latent of latent attention. Their change is also bounded. They are
     quantised by absmax (symmetric, 2^bits − 1 levels) or, as by KIVI (arXiv:2402.02750), with zero points and
-    2^bits levels. Weights are rounded to nearest by absmax, those of attention and MLP apart.
+    2^bits levels.
 
     If the model has logits, the Kullback–Leibler divergence of its predictions is also predicted and
     simulated: the whole model runs once for each row of the table, and once for each quantiser and number of
@@ -458,7 +443,11 @@ def precision(
     bits
         Numbers of bits of keys and values, each from 2 to 16; by default 8, 4 and 3.
     weights
-        Numbers of bits of weights instead, each from 2 to 16. The result is a :class:`WeightPrecision`.
+        Numbers of bits of the linear weights in blocks instead, each from 2 to 16: of ``nn.Linear``, of
+        transformers' ``Conv1D`` and experts, and of ``nn.MultiheadAttention``. Biases, norms, embeddings, the
+        output layer, and matrices that the result names as left out, such as routers, stay exact. They are
+        rounded to the nearest multiple of a step: the largest absolute value that shares it over
+        2^(bits−1) − 1.
     quantisers
         Which entries share a step, all by default. Of keys and values: "token" and "channel" by absmax,
         "group-32" and "group-64" that many channels of a token, and "kivi" with zero points, keys by channel
@@ -484,12 +473,13 @@ def precision(
     if bits is not None and weights is not None:
         remedy = "Leave out one: bits are those of keys and values."
         raise ArgumentError("bits", expected="None beside weights", got=repr(bits), remedy=remedy)
-    kind = Precision if weights is None else WeightPrecision
-    name, given_bits = ("weights", weights) if bits is None else ("bits", bits)
-    counts = _BITS if given_bits is None else checked_bits(given_bits, name)
-    wanted = counts, checked_quantisers(quantisers, kind._QUANTISERS)
+    name, given_bits = ("bits", _BITS if bits is None else bits) if weights is None else ("weights", weights)
+    wanted = (
+        checked_bits(given_bits, name),
+        checked_quantisers(quantisers, OF_WEIGHTS if name == "weights" else QUANTISERS),
+    )
     if average is not None:
-        average = _checked_average(average, counts, name)
+        average = _checked_average(average, wanted[0], name)
     loaded = with_head(partial(model_input.loaded_if_named, model))
     given = model_input.given_inputs(loaded, inputs, span, tokenizer)
     chosen = checked_selection("layers", layers)
@@ -532,22 +522,21 @@ def precision(
         refused.insert(0, f"The divergence of predictions is left out: {name} has no logits.")
     if not rows:
         raise CaptureError(f"No layer of {name} can be treated. {refused[-1]}")
-    places = list(dict.fromkeys(tuple(row[column] for column in kind._PLACE) for row in rows))
-    cases = list(dict.fromkeys((row["quantiser"], count) for row in rows for count in counts))
-    simulates: Any = whole and (parts or whole)
-    together = [(q, c, kind._SIMULATED(simulates, dict.fromkeys(places, c), q)) for q, c in cases if whole]
     read = range(len(recorded.layers)) if parts else {row["layer"] for row in rows}
-    found = kind(
+    found = Precision(
         **given.origin(),
         table=PrintedTable(rows),
-        together=pd.DataFrame(together, columns=["quantiser", "bits", "kl"]),
+        together=pd.DataFrame(),
         budgets=pd.DataFrame(),
         mixed=pd.DataFrame(),
         n=max(recorded.layers[layer].softmax.value.shape[-2] for layer in read),
         seed=seed,
         refused=tuple(refused),
-        logits=simulates,
+        logits=whole and (parts.simulated_kl if parts else partial(simulated_kl, whole)),
     )
+    cases = list(dict.fromkeys((row["quantiser"], count) for row in rows for count in wanted[0]))
+    together = [(q, count, found.simulate(count, q)) for q, count in cases if whole]
+    found = replace(found, together=pd.DataFrame(together, columns=["quantiser", "bits", "kl"]))
     return found if average is None else _with_budgets(found, average)
 
 
@@ -561,7 +550,7 @@ def _with_budgets(found: Precision, average: float) -> Precision:
         mean = float(np.average(budget["bits"], weights=budget["entries"]))
         budgets.append(budget.assign(quantiser=quantiser))
         mixed.append((quantiser, average, mean, kls[0], equal, kls[1]))
-    every, keys = pd.concat(budgets, ignore_index=True), [*found._PLACE, "bits", "quantiser"]
+    every, keys = pd.concat(budgets, ignore_index=True), [*found._place, "bits", "quantiser"]
     given = set(every[keys].itertuples(index=False, name=None))
     chosen = [row in given for row in found.table[keys].itertuples(index=False, name=None)]
     table = found.table.assign(in_budget=chosen)

@@ -23,8 +23,8 @@ from howsmooth.profiling.model_input import chosen_words
 from howsmooth.threads import renew_threads
 
 __all__ = [
-    "OF_WEIGHTS", "QUANTISERS", "checked_bits", "checked_quantisers", "group_of", "quantised_tokens", "rounded",
-    "simulated_kl", "steps_and_zeros",
+    "OF_WEIGHTS", "QUANTISERS", "checked_bits", "checked_quantisers", "group_of", "quantised_tokens",
+    "rounded", "simulated_kl", "steps_and_zeros",
 ]  # fmt: skip
 
 QUANTISERS = ("token", "channel", "group-32", "group-64", "kivi")

@@ -68,10 +68,11 @@ class QuantisedWeights:
         roots = {at.root_name for at in attentions} - {""}
         lists = {name.rpartition(".")[0] for name in roots}
         lists = {name for name in lists if isinstance(model.get_submodule(name), nn.ModuleList)}
-        modules = dict(model.named_modules())
-        blocks = {
-            name: modules[name] for name in modules if {name} & roots or {name.rpartition(".")[0]} & lists
-        }
+        blocks = dict[str, nn.Module]()
+        for name, module in model.named_modules():
+            inside = any(name.startswith(f"{one}.") for one in blocks)
+            if not inside and (name in roots or name.rpartition(".")[0] in lists):
+                blocks[name] = module
         with measurement_mode(model):
             #: The output of each block that runs, in their order.
             self.outputs = recorded.run(blocks)[1]
@@ -82,7 +83,10 @@ class QuantisedWeights:
         self.parts: list[dict[str, list[_Weight]]] = []
         for name in self.names:
             # The modules in the block that hold an attention; "" is the block itself.
-            tops = {at.name[len(name) + 1 :].partition(".")[0] for at in attentions if at.root_name == name}
+            paths = [
+                f"{at.name}."[len(name) + 1 :] for at in attentions if f"{at.name}.".startswith(f"{name}.")
+            ]
+            tops = {path.partition(".")[0] for path in paths}
             self.parts.append({})
             for path, weight in self._weights(self.blocks[name]):
                 part = "attention" if path.partition(".")[0] in tops else "MLP"
@@ -116,70 +120,52 @@ class QuantisedWeights:
                     left += {f"{type(module).__name__}.{name}"} - set(left)
 
     def simulated_kl(self, bits: Mapping[tuple[int, str], int], quantiser: str) -> float:
-        """Return the mean divergence if ``bits`` says which parts are quantised, and how."""
+        """Return the mean divergence if ``bits`` says which parts are quantised, and to how many bits."""
 
         def weights(name: str) -> list[Place]:
             index = self.names.index(name)
-            some = [
-                (bits[index, part], w)
-                for part in self.parts[index]
-                if (index, part) in bits
-                for w in self.parts[index][part]
-            ]
-            return [(w.table, w.name, w.quantised(count, quantiser)[1]) for count, w in some]
+            given = [(bits.get((index, part)), w) for part, some in self.parts[index].items() for w in some]
+            return [(w.table, w.name, w.quantised(count, quantiser)[1]) for count, w in given if count]
 
         renew_threads()
         with measurement_mode(self.recorded.model):
             return self.recorded.divergence(self.recorded.run(self.blocks, weights)[0])
 
-    def rows(self, index: int, whole: RecordedModel | None) -> list[dict[str, Any]]:
-        """Return the table's rows of one block, with divergences if ``whole`` is given."""
-        name, parts = self.names[index], self.parts[index]
-        found = []
+    def rows(self, index: int, whole: RecordedModel | None) -> Iterator[dict[str, Any]]:
+        """Yield the table's rows of one block, with divergences if ``whole`` is given."""
+        name, parts, predicted_kl, kl = self.names[index], self.parts[index], math.nan, math.nan
+        own = self.outputs[name].double()
         for part, quantiser, bits in product(parts, self.quantisers, self.bits):
             renew_threads()
-            predicted, real = self._changed(name, [(w, *w.quantised(bits, quantiser)) for w in parts[part]])
-            own = self.outputs[name].double()
-            predicted_kl = kl = math.nan
+            slope, real = self._along([(w, *w.quantised(bits, quantiser)) for w in parts[part]], name)
             if whole is not None and whole.logits is not None:
                 p = whole.logits.double().softmax(dim=-1)
-                u = predicted[1].double().view_as(p)
-                u = u - (p * u).sum(dim=-1, keepdim=True)
-                predicted_kl = 0.5 * float((p * u.square()).sum(dim=-1).mean())
-                kl = whole.divergence(real[1].view_as(p))
-            found.append(
-                {
-                    "layer": index,
-                    "part": part,
-                    "bits": bits,
-                    "quantiser": quantiser,
-                    "predicted": float(predicted[0].double().norm()),
-                    "change": float((real[0].double() - own).norm()),
-                    "output_norm": float(own.norm()),
-                    "predicted_kl": predicted_kl,
-                    "kl": kl,
-                    "entries": sum(w.exact.numel() for w in parts[part]),
-                    "name": name,
-                }
-            )
-        return found
+                u, logits = (y[len(own) :].view_as(p) for y in (slope, real))
+                # Half the variance of u under p.
+                predicted_kl = 0.5 * float((p * (u - (p * u).sum(-1, keepdim=True)).square()).sum(-1).mean())
+                kl = whole.divergence(logits)
+            place = {"layer": index, "part": part, "bits": bits, "quantiser": quantiser}
+            sizes = (slope[: len(own)], real[: len(own)] - own, own)
+            norms = zip(("predicted", "change", "output_norm"), (float(y.norm()) for y in sizes), strict=True)
+            others = {"entries": sum(w.exact.numel() for w in parts[part]), "name": name}
+            yield place | dict(norms) | {"predicted_kl": predicted_kl, "kl": kl} | others
 
-    def _changed(self, name: str, given: Sequence[tuple[_Weight, Tensor, Tensor]]) -> Any:
+    def _along(self, given: Sequence[tuple[_Weight, Tensor, Tensor]], name: str) -> list[Tensor]:
         """Return the derivative of a block's output and of the logits along the errors of its weights, and
-        both with the quantised weights.
+        both if these are quantised, each in one vector.
         """
-        block, size = {name: self.blocks[name]}, len(self.outputs[name])
+        block, own = {name: self.blocks[name]}, self.outputs[name]
 
-        def along(t: Tensor) -> Tensor:
-            moved = [(one.table, one.name, w + t.to(w) * (q - w)) for one, w, q in given]
-            logits, outputs = self.recorded.run(block, lambda _: moved)
-            return torch.cat((outputs[name], outputs[name][:0] if logits is None else logits.flatten()))
+        def moved(t: Tensor) -> Tensor:
+            places = [(one.table, one.name, t.to(w) * q + (1 - t.to(w)) * w) for one, w, q in given]
+            logits, outputs = self.recorded.run(block, lambda _: places)
+            return torch.cat((outputs[name], own[:0] if logits is None else logits.flatten()))
 
+        zero = torch.zeros((), dtype=own.dtype)
         with measurement_mode(self.recorded.model):
-            start = torch.zeros((), dtype=self.outputs[name].dtype)
             with one_backend():
                 try:
-                    slope = torch.func.jvp(along, (start,), (start + 1,))[1]
+                    slope = torch.func.jvp(moved, (zero,), (zero + 1,))[1]
                 except HowsmoothError:  # something has no forward mode
-                    slope = Linearisation(along, start, math.inf).product(start + 1)
-            return tuple((y[:size], y[size:]) for y in (slope, along(start + 1)))
+                    slope = Linearisation(moved, zero, math.inf).product(zero + 1)
+            return [y.detach().double() for y in (slope, moved(zero + 1))]
