@@ -61,12 +61,12 @@ _MARKS = (("o", "#1f77b4"), ("^", "#ff7f0e"), ("s", "#2ca02c"))
 _IN_WORDS = {"K": "keys", "V": "values", "head": "key/value head"}
 _MEANT = (
     "Predicted, change and bound are Frobenius norms of the change of the attention's output: the root mean "
-    "square to first order, what the quantiser makes, and a proved limit for all errors of up to half a step. "
-    "Divergences are in nats a token. A kv head is a head of keys and values."
+    "square to first order, what the quantiser makes, and a proved limit for all errors of up to half a "
+    "step. Divergences are in nats a token. A kv head is a head of keys and values."
 )
 _MEANT_OF_WEIGHTS = "Norms are of the change of the block's output; divergences are in nats a token."
 _MIXED = ["quantiser", "average", "bits", "kl", "equal_bits", "equal_kl"]
-_DIVERGENCES = ("predicted_kl", "kl")
+_CHANGES, _DIVERGENCES = ("predicted", "change", "bound"), ("predicted_kl", "kl")
 _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
 
 
@@ -108,16 +108,16 @@ class Precision(InputResult):
     logits: Any
 
     @property
-    def _place(self) -> list[str]:
-        return ["layer", "part"] if self._of_weights else ["layer", "head", "operand"]
-
-    @property
-    def _changes(self) -> list[str]:
-        return ["predicted", "change", *([] if self._of_weights else ["bound"])]
-
-    @property
     def _of_weights(self) -> bool:
         return "part" in self.table
+
+    @property
+    def _usual(self) -> str:
+        return "channel" if self._of_weights else "token"
+
+    @property
+    def _place(self) -> list[str]:
+        return ["layer", "part"] if self._of_weights else ["layer", "head", "operand"]
 
     @property
     def has_kl(self) -> bool:
@@ -131,8 +131,8 @@ class Precision(InputResult):
         The columns are the place, ``bits``, ``quantiser``, the three changes and, if there are any, the
         divergences.
         """
-        columns = [*self._place, "bits", "quantiser", *self._changes, *(_DIVERGENCES if self.has_kl else ())]
-        return self._sorted[columns]
+        columns = [*self._place, "bits", "quantiser", *_CHANGES, *(_DIVERGENCES if self.has_kl else ())]
+        return self._sorted.filter(columns)
 
     @property
     def _sorted(self) -> pd.DataFrame:
@@ -153,13 +153,13 @@ class Precision(InputResult):
         every = self.table["bits"].unique()
         for bits in (0, *(every if len(every) > 1 else ())):
             chosen = self.table if bits == 0 else self.table[self.table["bits"] == bits]
-            ranks = chosen[[*self._changes, *_DIVERGENCES]].corr("spearman", min_periods=3)
+            ranks = chosen.filter([*_CHANGES, *_DIVERGENCES]).corr("spearman", min_periods=3)
             for predicted, real in _PAIRS if self.has_kl else _PAIRS[:1]:
                 spearman = ranks.at[predicted, real]
                 rows.append({"bits": bits, "predicted": predicted, "real": real, "spearman": spearman})
         return pd.DataFrame(rows)
 
-    def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
+    def budget(self, average: float, quantiser: str | None = None) -> pd.DataFrame:
         """Choose how many bits the keys and the values of each head get, at most ``average`` on average over
         all quantised numbers. Steps and zero points are not counted.
 
@@ -176,6 +176,7 @@ class Precision(InputResult):
         that the table has no such quantiser or only one number of bits, or that even its fewest bits are more
         than ``average``.
         """
+        quantiser = quantiser or self._usual
         rows = self.table[self.table["quantiser"] == quantiser]
         if rows.empty:
             known = ", ".join(self.table["quantiser"].unique())
@@ -198,7 +199,7 @@ class Precision(InputResult):
         places = wide.index.to_frame(index=False)
         return places.assign(bits=bits[best], entries=entries, effect=effect)
 
-    def simulate(self, bits: int | pd.DataFrame, quantiser: str = "token") -> float:
+    def simulate(self, bits: int | pd.DataFrame, quantiser: str | None = None) -> float:
         """Run the model with the keys and values of many heads quantised at once, and return the mean
         Kullback–Leibler divergence of its predictions in nats.
 
@@ -212,19 +213,19 @@ class Precision(InputResult):
             ``head``, ``operand`` and ``bits``, as :meth:`budget` returns it; keys and values that the
             table does not name stay exact. The table may come from another input of the same model.
         quantiser
-            The quantiser.
+            The quantiser; by default "token" of keys and values, "channel" of weights.
 
         """
         if self.logits is None:
             expected = "the logits of the model, which simulate compares"
             raise ArgumentError("logits", expected=expected, got="none")
+        quantiser = quantiser or self._usual
         checked_quantisers(quantiser, OF_WEIGHTS if self._of_weights else QUANTISERS)
         places = self.table[self._place].drop_duplicates()
         if not isinstance(bits, pd.DataFrame):
             bits = places.assign(bits=bits)
-        chosen = {
-            tuple(place): count for *place, count in bits[[*self._place, "bits"]].itertuples(index=False)
-        }
+        columns = bits[[*self._place, "bits"]]
+        chosen = {tuple(place): count for *place, count in columns.itertuples(index=False)}
         checked_bits(list(chosen.values()))
         unknown = set(chosen) - set(places.itertuples(index=False, name=None))
         if unknown:
@@ -239,7 +240,7 @@ class Precision(InputResult):
         """One line to cite, with the divergences for all keys and values quantised, and rank correlations."""
         at_once = "".join(f" {line};" for line in self._together_in_words())
         return (
-            f"Quantised {self._all}{'' if self._of_weights else ' at the softmax'} of {self.model} at {self.input} (n = {self.n}):"
+            f"Quantised {self._all(' at the softmax')} of {self.model} at {self.input} (n = {self.n}):"
             f"{at_once} Spearman's rank correlation: {self._ranks_in_words()}; {self._made_by}"
         )
 
@@ -248,9 +249,8 @@ class Precision(InputResult):
         found = ("none exists" if row["spearman"] is None else f"{row['spearman']:.3f}" for row in rows)
         return "; ".join(f"{row['predicted']} and {row['real']} {next(found)}" for row in rows)
 
-    @property
-    def _all(self) -> str:
-        return "linear weights in blocks" if self._of_weights else "keys and values"
+    def _all(self, where: str = "") -> str:
+        return "linear weights in blocks" if self._of_weights else f"keys and values{where}"
 
     def _together_in_words(self) -> list[str]:
         layers = sorted({int(layer) for layer in self.table["layer"]})
@@ -258,7 +258,7 @@ class Precision(InputResult):
         listed = f"{layers[0]} to {layers[-1]}" if run else ", ".join(map(str, layers))
         where = f"layer{'' if len(layers) == 1 else 's'} {listed}"
         return [
-            f"all {self._all} of {where} at once by {quantiser}: divergence "
+            f"all {self._all()} of {where} at once by {quantiser}: divergence "
             + ", ".join(f"{row['kl']:.3g} at {row['bits']} bits" for row in plain_rows(rows))
             for quantiser, rows in self.together.groupby("quantiser", sort=False)
         ]
@@ -286,34 +286,23 @@ class Precision(InputResult):
     def first_rows(self, most: int) -> pd.DataFrame:
         """Return the first rows of the ranking as text; a star marks an unreliable prediction."""
         rows = self.ranking.head(most)
-        texts = {
-            name: rows[name].map("{:.4g}".format) for name in rows if name in {*self._changes, *_DIVERGENCES}
-        }
+        texts = {name: rows[name].map("{:.4g}".format) for name in rows if name in _CHANGES + _DIVERGENCES}
         if self.has_kl and bool((large := rows["predicted_kl"] > _HOLDS).any()):
             texts["predicted_kl"] += np.where(large, "*", " ")
         return rows.assign(**texts).rename(columns={"head": "kv head"})
 
     def _lines(self) -> list[str]:
         rows = self.first_rows(_SHOWN)
-        one, how, of, bound = (
-            "keys or values of one head",
-            "Keys and values as the softmax takes them",
-            "attention",
-            ", bound (proved)",
-        )
+        one, how = "keys or values of one head", "Keys and values as the softmax takes them"
         if self._of_weights:
-            one, how, of, bound = (
-                "linear weights of one part of a block",
-                "Rounded to nearest by absmax; all else exact",
-                "block",
-                "",
-            )
+            one, how = "linear weights of one part of a block", "Rounded to nearest by absmax; all else exact"
+        of = "block" if self._of_weights else "attention"
         return [
             f"Precision of {self.model}, {self.length}: {one} quantised.",
             f"Input: {self.input}.",
             f"{self.precision.capitalize()}. {how}.",
             f"The first {len(rows)} of {len(self.table)} rows by {self._key}. Norm of the change of the "
-            f"{of}'s output: predicted, change (real){bound}"
+            f"{of}'s output: predicted, change (real){', bound (proved)' * ('bound' in rows)}"
             + ("; divergence of the predictions in nats: predicted_kl, kl (real)." if self.has_kl else "."),
             indent(rows.to_string(index=False), "  "),
             *self.remarks,
@@ -474,10 +463,8 @@ def precision(
         remedy = "Leave out one: bits are those of keys and values."
         raise ArgumentError("bits", expected="None beside weights", got=repr(bits), remedy=remedy)
     name, given_bits = ("bits", _BITS if bits is None else bits) if weights is None else ("weights", weights)
-    wanted = (
-        checked_bits(given_bits, name),
-        checked_quantisers(quantisers, OF_WEIGHTS if name == "weights" else QUANTISERS),
-    )
+    known = QUANTISERS if weights is None else OF_WEIGHTS
+    wanted = checked_bits(given_bits, name), checked_quantisers(quantisers, known)
     if average is not None:
         average = _checked_average(average, wanted[0], name)
     loaded = with_head(partial(model_input.loaded_if_named, model))
@@ -521,7 +508,8 @@ def precision(
     if logits and whole is None:
         refused.insert(0, f"The divergence of predictions is left out: {name} has no logits.")
     if not rows:
-        raise CaptureError(f"No layer of {name} can be treated. {refused[-1]}")
+        why = ["No linear weights in full precision are beside an attention in a module list.", *refused][-1]
+        raise CaptureError(f"No layer of {name} can be treated. {why}")
     read = range(len(recorded.layers)) if parts else {row["layer"] for row in rows}
     found = Precision(
         **given.origin(),

@@ -70,34 +70,26 @@ class QuantisedWeights:
         lists = {name for name in lists if isinstance(model.get_submodule(name), nn.ModuleList)}
         blocks = dict[str, nn.Module]()
         for name, module in model.named_modules():
-            inside = any(name.startswith(f"{one}.") for one in blocks)
-            if not inside and (name in roots or name.rpartition(".")[0] in lists):
-                blocks[name] = module
+            if name in roots or name.rpartition(".")[0] in lists:
+                if not any(name.startswith(f"{outer}.") for outer in blocks):
+                    blocks[name] = module
         with measurement_mode(model):
             #: The output of each block that runs, in their order.
             self.outputs = recorded.run(blocks)[1]
-        self.names = list(self.outputs)
-        self.blocks = {name: blocks[name] for name in self.names}
+        self.names, self.blocks = list(self.outputs), {name: blocks[name] for name in self.outputs}
         #: What is left out, by the reason.
         self.left_out: dict[str, list[str]] = {}
-        self.parts: list[dict[str, list[_Weight]]] = []
-        for name in self.names:
+        self.parts: list[dict[str, list[_Weight]]] = [{} for _ in self.names]
+        for (name, block), parts in zip(self.blocks.items(), self.parts, strict=True):
             # The modules in the block that hold an attention; "" is the block itself.
-            paths = [
-                f"{at.name}."[len(name) + 1 :] for at in attentions if f"{at.name}.".startswith(f"{name}.")
-            ]
-            tops = {path.partition(".")[0] for path in paths}
-            self.parts.append({})
-            for path, weight in self._weights(self.blocks[name]):
+            inside = [at.name[len(name) + 1 :] for at in attentions if f"{at.name}.".startswith(f"{name}.")]
+            tops = {path.partition(".")[0] for path in inside}
+            for path, weight in self._weights(block):
                 part = "attention" if path.partition(".")[0] in tops else "MLP"
-                self.parts[-1].setdefault(part if tops - {""} else "block", []).append(weight)
-        every = [w for parts in self.parts for weights in parts.values() for w in weights]
-        if not every:
-            expected = "linear weights beside an attention in an entry of a module list"
-            got = type(model).__name__
-            raise ArgumentError("model", expected=expected, got=got, remedy="Give it in full precision.")
+                parts.setdefault(part if tops - {""} else "block", []).append(weight)
         # Groups that hold the longest row are output channels. Of quantisers that act alike, the first stays.
-        longest = max(w.exact.shape[-1 - w.transposed] for w in every)
+        every = (w for parts in self.parts for weights in parts.values() for w in weights)
+        longest = max((w.exact.shape[-1 - w.transposed] for w in every), default=0)
         alike = {group_of(q, longest).replace("token", "channel"): q for q in reversed(quantisers)}
         self.quantisers = [q for q in quantisers if q in alike.values()]
 
@@ -105,13 +97,9 @@ class QuantisedWeights:
         """Yield the weights of a block's linear maps, each with its path; note the other matrices."""
         for path, module in block.named_modules():
             of_torch = isinstance(module, nn.MultiheadAttention)
-            experts = getattr(
-                module, "is_transposed", None
-            )  # transformers says so of all experts of a mixture
+            experts = getattr(module, "is_transposed", None)  # as transformers says of those of a mixture
             for name, p in module.named_parameters(recurse=False):
-                linear = (is_linear(module) and name == "weight") or (
-                    of_torch and name.endswith("proj_weight")
-                )
+                linear = name.endswith("proj_weight") if of_torch else is_linear(module) and name == "weight"
                 if linear or (isinstance(experts, bool) and p.ndim == 3):
                     transposed = not isinstance(module, nn.Linear) and not of_torch and experts is not False
                     yield f"{path}.{name}".lstrip("."), _Weight(module._parameters, name, p, transposed)
