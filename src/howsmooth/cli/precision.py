@@ -31,8 +31,6 @@ _EXAMPLES = (
     "[cyan]howsmooth precision builtin-decoder --weights 4,8 --quantisers channel[/]  weights of each layer",
 )
 
-_BITS = (3, 4, 8)
-
 
 @options
 class PrecisionPlan(OneInputPlan):
@@ -84,7 +82,7 @@ class PrecisionPlan(OneInputPlan):
             raise ArgumentError("bits", expected="none beside --weights", got=",".join(map(str, self.bits)))
         if self.average is None:
             return
-        name, counts = ("weights", self.weights) if self.weights else ("bits", self.bits or _BITS)
+        name, counts = ("weights", self.weights) if self.weights else ("bits", self.bits or (3, 4, 8))
         if len(set(counts)) < 2:
             expected = "several beside --average, which chooses among them"
             remedy = f"Give --{name} 2,3,4,5,6,8 or others."
@@ -103,7 +101,7 @@ class PrecisionPlan(OneInputPlan):
         from howsmooth import profiling
 
         settings: dict[str, Any] = {name: getattr(self, name) for name in ("span", "seed", "average")}
-        settings |= {"weights": self.weights} if self.weights else {"bits": self.bits or _BITS}
+        settings |= {"weights": self.weights} if self.weights else {"bits": self.bits or (3, 4, 8)}
         if self.quantisers != "all":
             settings["quantisers"] = self.quantisers.split(",")
         return profiling.precision(

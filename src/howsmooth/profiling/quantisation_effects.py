@@ -112,10 +112,6 @@ class Precision(InputResult):
         return "part" in self.table
 
     @property
-    def _usual(self) -> str:
-        return "channel" if self._of_weights else "token"
-
-    @property
     def _place(self) -> list[str]:
         return ["layer", "part"] if self._of_weights else ["layer", "head", "operand"]
 
@@ -160,23 +156,22 @@ class Precision(InputResult):
         return pd.DataFrame(rows)
 
     def budget(self, average: float, quantiser: str | None = None) -> pd.DataFrame:
-        """Choose how many bits the keys and the values of each head get, at most ``average`` on average over
-        all quantised numbers. Steps and zero points are not counted.
+        """Choose how many bits each head's keys and values, or each part's weights, get, at most ``average`` on
+        average over all quantised numbers. Steps and zero points are not counted.
 
         The numbers of bits are chosen among those in the table for the quantiser, so measure several, such as
-        2, 3, 4, 5, 6 and 8. All heads start with the smallest number. Bits are then added where they lower
+        2, 3, 4, 5, 6 and 8. All places start with the smallest number. Bits are then added where they lower
         the effect most for each bit. With logits the effect is ``predicted_kl``, or its geometric mean with
         ``kl``, in which the chance of one rounding counts less. Of these two results, and one number of bits
-        for all, the one is taken that has the smallest divergence with all keys and values quantised at once.
-        Without logits the effect is the squared predicted change of the attention's output relative to this
-        output.
+        for all, the one is taken that has the smallest divergence with all places quantised at once. Without
+        logits the effect is the squared predicted change of the output relative to this output.
 
-        The result has one row for each layer, head and operand, with ``bits``, ``entries`` (how many numbers
+        The result has one row for each place, with ``bits``, ``entries`` (how many numbers
         are quantised) and ``effect``, that of the row of the table, ``kl`` with logits. An ArgumentError says
         that the table has no such quantiser or only one number of bits, or that even its fewest bits are more
         than ``average``.
         """
-        quantiser = quantiser or self._usual
+        quantiser = quantiser or ("channel" if self._of_weights else "token")
         rows = self.table[self.table["quantiser"] == quantiser]
         if rows.empty:
             known = ", ".join(self.table["quantiser"].unique())
@@ -200,8 +195,8 @@ class Precision(InputResult):
         return places.assign(bits=bits[best], entries=entries, effect=effect)
 
     def simulate(self, bits: int | pd.DataFrame, quantiser: str | None = None) -> float:
-        """Run the model with the keys and values of many heads quantised at once, and return the mean
-        Kullback–Leibler divergence of its predictions in nats.
+        """Run the model with many places quantised at once, and return the mean Kullback–Leibler divergence of
+        its predictions in nats.
 
         The keys and values of a layer are computed from the quantised layers before it. An ArgumentError says
         that the model has no logits, or that an argument does not fit.
@@ -209,9 +204,9 @@ class Precision(InputResult):
         Parameters
         ----------
         bits
-            One number of bits for all keys and values of the table, or a table with the columns ``layer``,
-            ``head``, ``operand`` and ``bits``, as :meth:`budget` returns it; keys and values that the
-            table does not name stay exact. The table may come from another input of the same model.
+            One number of bits for all places of the table, or a table with the columns ``layer``, ``head``,
+            ``operand`` (or ``part``) and ``bits``, as :meth:`budget` returns it; what it does not name stays
+            exact. The table may come from another input of the same model.
         quantiser
             The quantiser; by default "token" of keys and values, "channel" of weights.
 
@@ -219,7 +214,7 @@ class Precision(InputResult):
         if self.logits is None:
             expected = "the logits of the model, which simulate compares"
             raise ArgumentError("logits", expected=expected, got="none")
-        quantiser = quantiser or self._usual
+        quantiser = quantiser or ("channel" if self._of_weights else "token")
         checked_quantisers(quantiser, OF_WEIGHTS if self._of_weights else QUANTISERS)
         places = self.table[self._place].drop_duplicates()
         if not isinstance(bits, pd.DataFrame):
@@ -335,12 +330,8 @@ class Precision(InputResult):
         norm = logarithmic(shown[self._key].to_numpy())
         rows, place = [str(layer) for layer in cells.index], _IN_WORDS.get(across, across)
         for axis, one in zip(axes, kinds, strict=True):
-            some = cells[one]
-            label = "layer" if rows else ""
-            columns = [str(column) for column in some]
-            Cells(some.to_numpy(), rows, columns, place, label, _IN_WORDS.get(one, one), most=8).draw(
-                axis, norm
-            )
+            some, name, label = cells[one], _IN_WORDS.get(one, one), "layer" if rows else ""
+            Cells(some.to_numpy(), rows, [*map(str, some)], place, label, name, most=8).draw(axis, norm)
             rows = []
         add_colourbar(figure, axes[-1], norm)
         there = self.table[(self.table[predicted] > 0) & (self.table[real] > 0)]
@@ -432,11 +423,9 @@ def precision(
     bits
         Numbers of bits of keys and values, each from 2 to 16; by default 8, 4 and 3.
     weights
-        Numbers of bits of the linear weights in blocks instead, each from 2 to 16: of ``nn.Linear``, of
-        transformers' ``Conv1D`` and experts, and of ``nn.MultiheadAttention``. Biases, norms, embeddings, the
-        output layer, and matrices that the result names as left out, such as routers, stay exact. They are
-        rounded to the nearest multiple of a step: the largest absolute value that shares it over
-        2^(bits−1) − 1.
+        Numbers of bits of the linear weights in blocks instead, each from 2 to 16: of ``nn.Linear``,
+        ``nn.MultiheadAttention``, and ``Conv1D`` and experts of transformers, rounded to nearest by absmax.
+        Biases, norms, embeddings, the output layer, and what the result names as left out stay exact.
     quantisers
         Which entries share a step, all by default. Of keys and values: "token" and "channel" by absmax,
         "group-32" and "group-64" that many channels of a token, and "kivi" with zero points, keys by channel
@@ -460,8 +449,7 @@ def precision(
 
     """
     if bits is not None and weights is not None:
-        remedy = "Leave out one: bits are those of keys and values."
-        raise ArgumentError("bits", expected="None beside weights", got=repr(bits), remedy=remedy)
+        raise ArgumentError("bits", expected="None beside weights", got=repr(bits))
     name, given_bits = ("bits", _BITS if bits is None else bits) if weights is None else ("weights", weights)
     known = QUANTISERS if weights is None else OF_WEIGHTS
     wanted = checked_bits(given_bits, name), checked_quantisers(quantisers, known)

@@ -70,9 +70,9 @@ class QuantisedWeights:
         lists = {name for name in lists if isinstance(model.get_submodule(name), nn.ModuleList)}
         blocks = dict[str, nn.Module]()
         for name, module in model.named_modules():
-            if name in roots or name.rpartition(".")[0] in lists:
-                if not any(name.startswith(f"{outer}.") for outer in blocks):
-                    blocks[name] = module
+            inside = any(name.startswith(f"{outer}.") for outer in blocks)
+            if not inside and (name in roots or name.rpartition(".")[0] in lists):
+                blocks[name] = module
         with measurement_mode(model):
             #: The output of each block that runs, in their order.
             self.outputs = recorded.run(blocks)[1]
@@ -139,9 +139,7 @@ class QuantisedWeights:
             yield place | dict(norms) | {"predicted_kl": predicted_kl, "kl": kl} | others
 
     def _along(self, given: Sequence[tuple[_Weight, Tensor, Tensor]], name: str) -> list[Tensor]:
-        """Return the derivative of a block's output and of the logits along the errors of its weights, and
-        both if these are quantised, each in one vector.
-        """
+        """Return the derivative of (a block's output, the logits) along the errors of its weights; and both."""
         block, own = {name: self.blocks[name]}, self.outputs[name]
 
         def moved(t: Tensor) -> Tensor:
