@@ -156,8 +156,8 @@ class Precision(InputResult):
         return pd.DataFrame(rows)
 
     def budget(self, average: float, quantiser: str | None = None) -> pd.DataFrame:
-        """Choose how many bits each head's keys and values, or each part's weights, get, at most ``average`` on
-        average over all quantised numbers. Steps and zero points are not counted.
+        """Choose how many bits each head's keys and values, or each part's weights, get: at most ``average``
+        on average over all quantised numbers. Steps and zero points are not counted.
 
         The numbers of bits are chosen among those in the table for the quantiser, so measure several, such as
         2, 3, 4, 5, 6 and 8. All places start with the smallest number. Bits are then added where they lower
@@ -195,8 +195,8 @@ class Precision(InputResult):
         return places.assign(bits=bits[best], entries=entries, effect=effect)
 
     def simulate(self, bits: int | pd.DataFrame, quantiser: str | None = None) -> float:
-        """Run the model with many places quantised at once, and return the mean Kullback–Leibler divergence of
-        its predictions in nats.
+        """Run the model with many places quantised at once, and return the mean Kullback–Leibler divergence
+        of its predictions in nats.
 
         The keys and values of a layer are computed from the quantised layers before it. An ArgumentError says
         that the model has no logits, or that an argument does not fit.

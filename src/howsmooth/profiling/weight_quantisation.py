@@ -70,8 +70,8 @@ class QuantisedWeights:
         lists = {name for name in lists if isinstance(model.get_submodule(name), nn.ModuleList)}
         blocks = dict[str, nn.Module]()
         for name, module in model.named_modules():
-            inside = any(name.startswith(f"{outer}.") for outer in blocks)
-            if not inside and (name in roots or name.rpartition(".")[0] in lists):
+            nested = any(name.startswith(f"{outer}.") for outer in blocks)
+            if not nested and (name in roots or name.rpartition(".")[0] in lists):
                 blocks[name] = module
         with measurement_mode(model):
             #: The output of each block that runs, in their order.
@@ -139,7 +139,7 @@ class QuantisedWeights:
             yield place | dict(norms) | {"predicted_kl": predicted_kl, "kl": kl} | others
 
     def _along(self, given: Sequence[tuple[_Weight, Tensor, Tensor]], name: str) -> list[Tensor]:
-        """Return the derivative of (a block's output, the logits) along the errors of its weights; and both."""
+        """Return a block's output with the logits: their derivative along the error, and their values."""
         block, own = {name: self.blocks[name]}, self.outputs[name]
 
         def moved(t: Tensor) -> Tensor:
