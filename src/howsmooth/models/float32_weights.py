@@ -24,7 +24,7 @@ from howsmooth.watching import Call, watched
 
 __all__ = [
     "HALF", "Place", "computing_dtype", "device_of", "fingerprint", "float32_layers", "has_weights",
-    "stored_dtype", "substituted", "weights_in_memory",
+    "places_of", "stored_dtype", "substituted", "weights_in_memory",
 ]  # fmt: skip
 
 HALF = frozenset({torch.bfloat16, torch.float16})
@@ -133,7 +133,7 @@ def weights_in_memory(*modules: nn.Module) -> Iterator[None]:
         for part in filter(_offloaded, every):
             stack.enter_context(_loaded(part))
         # Loading replaces the parameters, so they are listed only after it.
-        stack.enter_context(_widened(_places(every)))
+        stack.enter_context(_widened(places_of(every)))
         yield
 
 
@@ -195,7 +195,8 @@ def substituted(places: Sequence[Place]) -> Iterator[None]:
             table[name] = t
 
 
-def _places(modules: Iterable[nn.Module]) -> Iterator[Place]:
+def places_of(modules: Iterable[nn.Module]) -> Iterator[Place]:
+    """Yield the parameters and buffers of some modules, without those of their children, as they are."""
     for module in modules:
         for table in (module._parameters, module._buffers):
             yield from ((table, name, t) for name, t in list(table.items()) if t is not None)
@@ -226,7 +227,7 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
 
     layers = list(_layers(model))
     of_layers = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
-    others = [place for place in _places(model.modules()) if id(place[2]) not in of_layers]
+    others = [place for place in places_of(model.modules()) if id(place[2]) not in of_layers]
     with _widened(others), ExitStack() as hooks:
         for part in filter(_offloaded, model.modules()):
             hooks.enter_context(_unhooked(part))

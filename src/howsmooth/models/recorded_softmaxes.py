@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import CaptureError, HowsmoothError
 from howsmooth.models.as_called import as_called
-from howsmooth.models.float32_weights import Place, substituted, weights_in_memory
+from howsmooth.models.float32_weights import Place, places_of, substituted, weights_in_memory
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.qkv_projections import weight_and_bias
 from howsmooth.models.measurement_mode import measurement_mode
@@ -180,7 +180,9 @@ class RecordedModel:
             stack.close()
             outputs.setdefault(call.name, []).append(first_tensor(call.output).flatten().clone())
 
-        with ExitStack() as stack, watched(blocks, starts, ends):
+        # After an exception, half-precision weights would be put back in the wrong order.
+        own = list(places_of(part for block in blocks.values() for part in block.modules()))
+        with substituted(own), ExitStack() as stack, watched(blocks, starts, ends):
             logits = self._rows(run_once(self.call))
         return logits, {name: torch.cat(parts) for name, parts in outputs.items()}
 
