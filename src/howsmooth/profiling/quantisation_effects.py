@@ -493,11 +493,11 @@ def precision(
         left_out[f"{NO_SOFTMAX}, which has no keys and values"] = recorded.without_softmax
     refused = [f"{', '.join(names)}: {reason}." for reason, names in left_out.items()]
     name = type(given.module).__name__
-    if logits and whole is None:
-        refused.insert(0, f"The divergence of predictions is left out: {name} has no logits.")
     if not rows:
         why = ["No linear weights in full precision are beside an attention in a module list.", *refused][-1]
         raise CaptureError(f"No layer of {name} can be treated. {why}")
+    if logits and whole is None:
+        refused.insert(0, f"The divergence of predictions is left out: {name} has no logits.")
     read = range(len(recorded.layers)) if parts else {row["layer"] for row in rows}
     found = Precision(
         **given.origin(),

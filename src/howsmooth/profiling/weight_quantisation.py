@@ -103,7 +103,7 @@ class QuantisedWeights:
                 if linear or (isinstance(experts, bool) and p.ndim == 3):
                     transposed = not isinstance(module, nn.Linear) and not of_torch and experts is not False
                     yield f"{path}.{name}".lstrip("."), _Weight(module._parameters, name, p, transposed)
-                elif p.ndim > 1 and not isinstance(module, nn.Embedding):
+                elif p.ndim > 1 and not isinstance(module, nn.Embedding) and not name.endswith("bias"):
                     left = self.left_out.setdefault(_EXACT, [])
                     left += {f"{type(module).__name__}.{name}"} - set(left)
 
