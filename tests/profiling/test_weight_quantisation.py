@@ -221,6 +221,21 @@ def test_the_weights_are_restored(dtype: torch.dtype, when: str, monkeypatch: py
         assert torch.equal(p, before[name][1])
 
 
+def test_one_block_at_a_time_has_other_weights(
+    llama: PreTrainedModel, of_llama: hs.Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear, seen = nn.functional.linear, list[int]()
+
+    def counted(*given: Any) -> Tensor:
+        own = [layer.mlp.up_proj._parameters["weight"] for layer in llama.model.layers]
+        seen.append(sum(not isinstance(w, nn.Parameter) for w in own))
+        return linear(*given)
+
+    monkeypatch.setattr(nn.functional, "linear", counted)
+    of_llama.simulate(4)
+    assert max(seen) == 1
+
+
 def test_weights_in_half_precision_are_rounded_in_float32() -> None:
     half = model_of("llama").to(torch.bfloat16)
     found = hs.precision(half, IDS, weights=5, quantisers="channel")
