@@ -26,7 +26,7 @@ from transformers import (
 import howsmooth as hs
 from howsmooth.errors import HowsmoothError
 from tests._tiny_models import tiny
-from tests.profiling.test_kv_cache_quantisation import IDS, SHAPE, divergence, quantised, with_sharp_attention
+from tests.profiling.test_quantisation_effects import IDS, SHAPE, divergence, quantised, with_sharp_attention
 
 HEADS = {"num_key_value_heads": 2, "pad_token_id": 0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
