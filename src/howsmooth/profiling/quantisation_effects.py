@@ -90,8 +90,9 @@ class Precision(InputResult):
     #: ``entries``, how many numbers are quantised; ``name``, the path of the module; and with an ``average``
     #: ``in_budget``, whether the budget of the quantiser gives the row's bits. For weights ``part`` stands in
     #: place of head and operand ("attention", "MLP", or "block" if these are not told apart), the changes are
-    #: of the block's output without a bound, and both predictions, to first and second order, are for the
-    #: very error that the quantiser makes.
+    #: of the block's output without a bound, and both predictions are for the very error that the quantiser
+    #: makes: ``predicted_kl`` is half the variance, under the model's own probabilities, of the derivative of
+    #: the logits along it. They foresee no other choice of experts.
     table: pd.DataFrame
     #: The divergence ``kl`` of the model's predictions with all places of the table quantised at the same
     #: time, for each ``quantiser`` and number of ``bits``; empty without logits.
@@ -124,7 +125,7 @@ class Precision(InputResult):
     def ranking(self) -> pd.DataFrame:
         """The table in decreasing order of the divergence ``kl`` or, without logits, the predicted change.
 
-        The columns are the place, ``bits``, ``quantiser``, the three changes and, if there are any, the
+        The columns are the place, ``bits``, ``quantiser``, the changes and, if there are any, the
         divergences.
         """
         columns = [*self._place, "bits", "quantiser", *_CHANGES, *(_DIVERGENCES if self.has_kl else ())]
