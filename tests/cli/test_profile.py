@@ -285,3 +285,24 @@ def test_precision_as_json(capsys: Capture) -> None:
     assert found["mixed"][0]["bits"] == 4
     assert found["mixed"][0]["kl"] is None
     assert found["files"][0] == "howsmooth-precision/precision.html"
+
+
+def test_precision_of_weights(capsys: Capture) -> None:
+    short = ["precision", "builtin-decoder", "--span", "0:8", "--layers", "0", "--quantisers", "channel"]
+    given = [*short, "--weights", "8,3", "--average", "4", "--out", "found"]
+    assert main([*given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    columns = "layer part bits quantiser predicted change output_norm predicted_kl kl entries name"
+    assert found["ranking"][0].keys() == set(columns.split())
+    assert {(row["part"], row["bits"]) for row in found["ranking"]} == {
+        (part, bits) for part in ("attention", "MLP") for bits in (3, 8)
+    }
+    assert [row["part"] for row in found["budget"]] == ["MLP", "attention"]
+    assert sorted(pd.read_csv("found/precision.csv")["kl"]) == sorted(r["kl"] for r in found["ranking"])
+    for options, said in (
+        (["--bits", "4", "--weights", "4"], "none beside --weights"),
+        (["--weights", "4", "--average", "4"], "Give --weights 2,3,4,5,6,8"),
+        (["--weights", "1"], "at least 2"),
+    ):
+        assert main([*short, *options]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())

@@ -34,7 +34,7 @@ from howsmooth.models.recorded_softmaxes import RecordedModel
 from tests import _hand_written
 from tests._hand_written import Llama, LlamaAttention
 from tests._tiny_models import token_ids
-from tests.profiling.test_kv_cache_quantisation import SHAPE, divergence, quantised, with_sharp_attention
+from tests.profiling.test_quantisation_effects import SHAPE, divergence, quantised, with_sharp_attention
 
 IDS = token_ids(1, 9) % _hand_written.VOCABULARY
 Edit = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -23,15 +23,15 @@ from torch.utils._pytree import tree_map_only
 from howsmooth.watching import Call, watched
 
 __all__ = [
-    "HALF", "computing_dtype", "device_of", "fingerprint", "float32_layers", "has_weights",
-    "stored_dtype", "weights_in_memory",
+    "HALF", "Place", "computing_dtype", "device_of", "fingerprint", "float32_layers", "has_weights",
+    "places_of", "stored_dtype", "substituted", "weights_in_memory",
 ]  # fmt: skip
 
 HALF = frozenset({torch.bfloat16, torch.float16})
 """The dtypes in which weights may be stored and nothing is computed."""
 
 #: A tensor of a module: the table of parameters or of buffers that holds it, its name there, and the tensor.
-_Place = tuple[dict[str, Any], str, Tensor]
+Place = tuple[dict[str, Any], str, Tensor]
 
 
 def stored_dtype(module: nn.Module) -> torch.dtype:
@@ -133,7 +133,7 @@ def weights_in_memory(*modules: nn.Module) -> Iterator[None]:
         for part in filter(_offloaded, every):
             stack.enter_context(_loaded(part))
         # Loading replaces the parameters, so they are listed only after it.
-        stack.enter_context(_widened(_places(every)))
+        stack.enter_context(_widened(places_of(every)))
         yield
 
 
@@ -166,27 +166,37 @@ def _unhooked(module: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _widened(places: Iterable[_Place]) -> Iterator[None]:
+def _widened(places: Iterable[Place]) -> Iterator[None]:
     """Replace half-precision parameters and buffers by float32 copies.
 
     Each module is given another tensor, and the stored tensor stays as it is: a change of its dtype, even for
     a moment, would make autograd forget the hooks by which data-parallel training reduces its gradient.
     """
-    stored = [(table, name, t) for table, name, t in places if t.dtype in HALF]
+    stored = [place for place in places if place[2].dtype in HALF]
     copies: dict[int, Tensor] = {}  # by id: a weight that two modules share is copied once
+    for _, _, t in stored:
+        if id(t) not in copies:
+            copy = t.detach().float()
+            copies[id(t)] = nn.Parameter(copy, False) if isinstance(t, nn.Parameter) else copy
+    with substituted([(table, name, copies[id(t)]) for table, name, t in stored]):
+        yield
+
+
+@contextmanager
+def substituted(places: Sequence[Place]) -> Iterator[None]:
+    """Let modules have other tensors: each place is a table of a module, a name in it, and the tensor."""
+    before = [(table, name, table[name]) for table, name, _ in places]
     try:
-        for table, name, t in stored:
-            if id(t) not in copies:
-                copy = t.detach().float()
-                copies[id(t)] = nn.Parameter(copy, False) if isinstance(t, nn.Parameter) else copy
-            table[name] = copies[id(t)]
+        for table, name, t in places:
+            table[name] = t
         yield
     finally:
-        for table, name, t in stored:
+        for table, name, t in before:
             table[name] = t
 
 
-def _places(modules: Iterable[nn.Module]) -> Iterator[_Place]:
+def places_of(modules: Iterable[nn.Module]) -> Iterator[Place]:
+    """Yield the parameters and buffers of some modules, without those of their children, as they are."""
     for module in modules:
         for table in (module._parameters, module._buffers):
             yield from ((table, name, t) for name, t in list(table.items()) if t is not None)
@@ -217,7 +227,7 @@ def float32_layers(model: nn.Module) -> Iterator[None]:
 
     layers = list(_layers(model))
     of_layers = {id(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
-    others = [place for place in _places(model.modules()) if id(place[2]) not in of_layers]
+    others = [place for place in places_of(model.modules()) if id(place[2]) not in of_layers]
     with _widened(others), ExitStack() as hooks:
         for part in filter(_offloaded, model.modules()):
             hooks.enter_context(_unhooked(part))

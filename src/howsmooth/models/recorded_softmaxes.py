@@ -1,4 +1,4 @@
-"""A record of a model's softmax attentions on one input, and its logits if keys or values are changed.
+"""A record of a model's softmax attentions on one input, and its logits with other keys, values or weights.
 
 Keys and values are meant as the softmax takes them: after norm layers and rotary positions, and expanded from
 their latent in latent attention.
@@ -6,8 +6,8 @@ their latent in latent attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from howsmooth.attention import SelfAttention
 from howsmooth.errors import CaptureError, HowsmoothError
 from howsmooth.models.as_called import as_called
-from howsmooth.models.float32_weights import weights_in_memory
+from howsmooth.models.float32_weights import Place, places_of, substituted, weights_in_memory
 from howsmooth.models.identification.non_softmax_layers import NO_SOFTMAX, NonSoftmaxTracer
 from howsmooth.models.identification.qkv_projections import weight_and_bias
 from howsmooth.models.measurement_mode import measurement_mode
@@ -154,10 +154,37 @@ class RecordedModel:
         It is Σ p log(p / p') over the classes, with the probabilities p of the model and p' of the changed
         model, in nats, averaged over the rows of the logits.
         """
-        assert self.logits is not None
         with measurement_mode(self.model):
-            p, other = (t.double().log_softmax(dim=-1) for t in (self.logits, self._changed(change)))
+            return self.divergence(self._changed(change))
+
+    def divergence(self, logits: Float[Tensor, "rows classes"]) -> float:
+        """Return the mean KL divergence between the model's own predictions and those of other logits."""
+        assert self.logits is not None
+        p, other = (t.double().log_softmax(dim=-1) for t in (self.logits, logits))
         return float((p.exp() * (p - other)).sum(dim=-1).mean().clamp_min(0.0))
+
+    def run(
+        self, blocks: Mapping[str, nn.Module], weights: Callable[[str], Sequence[Place]] = lambda name: ()
+    ) -> tuple[Any, dict[str, Float[Tensor, " entries"]]]:
+        """Return the logits, and the outputs of some blocks in their order, if they have other weights.
+
+        ``weights`` gives those of the block with a name, which are its own again when its call ends. No block
+        lies in another, and the caller sets the measurement mode.
+        """
+        outputs: dict[str, list[Tensor]] = {}
+
+        def starts(call: Call) -> None:
+            stack.enter_context(substituted(weights(call.name)))
+
+        def ends(call: Call) -> None:
+            stack.close()
+            outputs.setdefault(call.name, []).append(first_tensor(call.output).flatten().clone())
+
+        # After an exception, half-precision weights would be put back in the wrong order.
+        own = list(places_of(part for block in blocks.values() for part in block.modules()))
+        with substituted(own), ExitStack() as stack, watched(blocks, starts, ends):
+            logits = self._rows(run_once(self.call))
+        return logits, {name: torch.cat(parts) for name, parts in outputs.items()}
 
     def squared_gradients(self, samples: int, seed: int) -> dict[int, list[Tensor]]:
         """Return the squared derivatives (kv_heads, n, dim) of the log-likelihood with respect to the keys

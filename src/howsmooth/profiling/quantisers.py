@@ -1,5 +1,5 @@
-"""Round keys and values to few bits by absmax quantisation, or as KIVI does. Run a model with the rounded
-keys and values of some heads, as if they came from a quantised KV cache.
+"""Round keys, values and weights to few bits by absmax quantisation, or as KIVI does. Run a model with the
+rounded keys and values of some heads, as if they came from a quantised KV cache.
 
 An entry is rounded to an integer multiple of a step, counted from a zero point. All entries of a group share
 both. In absmax quantisation the zero point is 0, and the step is the largest absolute value over
@@ -23,8 +23,8 @@ from howsmooth.profiling.model_input import chosen_words
 from howsmooth.threads import renew_threads
 
 __all__ = [
-    "QUANTISERS", "checked_bits", "checked_quantisers", "group_of", "quantised_tokens", "rounded",
-    "simulated_kl", "steps_and_zeros",
+    "OF_WEIGHTS", "QUANTISERS", "checked_bits", "checked_quantisers", "group_of", "quantised_tokens",
+    "rounded", "simulated_kl", "steps_and_zeros",
 ]  # fmt: skip
 
 QUANTISERS = ("token", "channel", "group-32", "group-64", "kivi")
@@ -36,26 +36,30 @@ has zero points, and rounds keys by channel and values by token. There are also 
 tokens or channels, and ``kivi-G-R``, with a window of the R last tokens that stay exact.
 """
 
+OF_WEIGHTS = ("channel", "group-128", "group-64", "group-32")
+"""The quantisers of weights: one step for an output channel, or for so many neighbouring weights of it."""
+
 _BITS = (2, 16)
-_SIZES = {"group-32": 32, "group-64": 64}
+_SIZES = {"group-32": 32, "group-64": 64, "group-128": 128}
 _KIVI = re.compile(r"kivi(?:-([1-9]\d*))?(?:-([1-9]\d*))?")
 _GROUPS = "For groups of 32 tokens or channels and a window of 128 tokens give kivi-32-128, for example."
 
 
-def checked_quantisers(names: object) -> tuple[str, ...]:
-    """Return the names of quantisers, each once; raise ArgumentError unless all are known."""
+def checked_quantisers(names: object, known: Sequence[str] = QUANTISERS) -> tuple[str, ...]:
+    """Return the names of quantisers, each once, all if None; raise ArgumentError unless all are known."""
+    names = known if names is None else names
     given = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Sequence) else ()
     families = ["kivi" if isinstance(one, str) and _KIVI.fullmatch(one) else one for one in given]
-    chosen_words("quantisers", families, QUANTISERS, _GROUPS)
+    chosen_words("quantisers", families, known, _GROUPS if known is QUANTISERS else "")
     return tuple(dict.fromkeys(given))
 
 
-def checked_bits(bits: object) -> tuple[int, ...]:
+def checked_bits(bits: object, name: str = "bits") -> tuple[int, ...]:
     """Return the numbers of bits, each once; raise ArgumentError unless all are whole, from 2 to 16."""
     given = (bits,) if isinstance(bits, int) else tuple(bits) if isinstance(bits, Sequence) else ()
     low, high = _BITS
     if not given or any(isinstance(b, bool) or not isinstance(b, int) or not low <= b <= high for b in given):
-        raise ArgumentError("bits", expected=f"whole numbers from {low} to {high}", got=repr(bits))
+        raise ArgumentError(name, expected=f"whole numbers from {low} to {high}", got=repr(bits))
     return tuple(dict.fromkeys(given))
 
 

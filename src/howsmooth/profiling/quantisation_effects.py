@@ -1,4 +1,4 @@
-"""The function ``precision``, which shows how quantised keys and values change a model's output."""
+"""The function ``precision``, which shows how quantised keys, values or weights change a model's output."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from howsmooth.profiling import model_input
 from howsmooth.profiling.entry_sensitivities import entry_sensitivities
 from howsmooth.profiling.model_input import InputResult, Inputs, Layers, Model
 from howsmooth.profiling.quantisers import (
+    OF_WEIGHTS,
     QUANTISERS,
     checked_bits,
     checked_quantisers,
@@ -40,6 +41,7 @@ from howsmooth.profiling.quantisers import (
     simulated_kl,
     steps_and_zeros,
 )
+from howsmooth.profiling.weight_quantisation import QuantisedWeights, refuse_quantised
 from howsmooth.results.curves import SOLID, Curve, Panel
 from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled, titled
 from howsmooth.results.heatmaps import Cells
@@ -54,7 +56,15 @@ _SHOWN = 10  # rows of the ranking in a printed result
 _CELL, _SCATTER = 0.3, 4.2  # inches
 # In nats. Predictions up to this were within a factor of 5 of the real divergences, which then saturate.
 _HOLDS = 0.1
-_PLACE = ["layer", "head", "operand"]
+_BITS = (8, 4, 3)
+_MARKS = (("o", "#1f77b4"), ("^", "#ff7f0e"), ("s", "#2ca02c"))
+_IN_WORDS = {"K": "keys", "V": "values", "head": "key/value head"}
+_MEANT = (
+    "Predicted, change and bound are Frobenius norms of the change of the attention's output: the root mean "
+    "square to first order, what the quantiser makes, and a proved limit for all errors of up to half a "
+    "step. Divergences are in nats a token. A kv head is a head of keys and values."
+)
+_MEANT_OF_WEIGHTS = "Norms are of the change of the block's output; divergences are in nats a token."
 _MIXED = ["quantiser", "average", "bits", "kl", "equal_bits", "equal_kl"]
 _CHANGES, _DIVERGENCES = ("predicted", "change", "bound"), ("predicted_kl", "kl")
 _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
@@ -62,16 +72,12 @@ _PAIRS = (("predicted", "change"), ("predicted_kl", "kl"), ("predicted", "kl"))
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Precision(InputResult):
-    """The changes of a model's output at one input if keys or values are quantised."""
+    """The changes of a model's output at one input if keys, values or weights are quantised."""
 
     NAME: ClassVar[str] = "precision"
     TITLE: ClassVar[str] = "Precision"
-    WHAT: ClassVar[str] = (
-        "What quantised keys or values of one head, as the softmax takes them, do to the output,"
-    )
-    ALT: ClassVar[str] = (
-        "Effects by layer and head, and predicted beside real ones; the numbers are in precision.csv."
-    )
+    WHAT: ClassVar[str] = "What quantising one head or one part of a block does to the output,"
+    ALT: ClassVar[str] = "Effects by layer, and predicted beside real ones; the numbers are in precision.csv."
     LEFT_OUT: ClassVar[str] = "left out"
 
     #: One row for each layer, key/value head, operand, quantiser and number of bits. Columns: ``layer``,
@@ -82,21 +88,33 @@ class Precision(InputResult):
     #: up to half a step) and ``output_norm`` (the norm of the output itself); of the model's predictions
     #: ``predicted_kl`` and ``kl``, mean Kullback–Leibler divergences in nats, NaN for a model without logits;
     #: ``entries``, how many numbers are quantised; ``name``, the path of the module; and with an ``average``
-    #: ``in_budget``, whether the budget of the quantiser gives the row's bits.
+    #: ``in_budget``, whether the budget of the quantiser gives the row's bits. For weights ``part`` stands in
+    #: place of head and operand ("attention", "MLP", or "block" if these are not told apart), the changes are
+    #: of the block's output without a bound, and both predictions are for the very error that the quantiser
+    #: makes: ``predicted_kl`` is half the variance, under the model's own probabilities, of the derivative of
+    #: the logits along it. They foresee no other choice of experts.
     table: pd.DataFrame
-    #: The divergence ``kl`` of the model's predictions with all these keys and values quantised at the same
+    #: The divergence ``kl`` of the model's predictions with all places of the table quantised at the same
     #: time, for each ``quantiser`` and number of ``bits``; empty without logits.
     together: pd.DataFrame
     #: The :meth:`budget` of each ``quantiser`` for an ``average``; empty without one.
     budgets: pd.DataFrame
     #: For each ``quantiser`` and its budget: the ``average`` that was asked for, the exact mean ``bits`` of a
-    #: quantised number, the divergence ``kl`` with all keys and values quantised at once, and ``equal_kl``
+    #: quantised number, the divergence ``kl`` with all places quantised at once, and ``equal_kl``
     #: with the same ``equal_bits`` for all, the most in the table up to the average.
     mixed: pd.DataFrame
     #: Seed of the draws from which the divergence is predicted.
     seed: int
-    #: The model on its input, a ``RecordedModel``, for ``simulate``; None without logits.
+    #: What runs the model for ``simulate``; None without logits.
     logits: Any
+
+    @property
+    def _of_weights(self) -> bool:
+        return "part" in self.table
+
+    @property
+    def _place(self) -> list[str]:
+        return ["layer", "part"] if self._of_weights else ["layer", "head", "operand"]
 
     @property
     def has_kl(self) -> bool:
@@ -107,11 +125,11 @@ class Precision(InputResult):
     def ranking(self) -> pd.DataFrame:
         """The table in decreasing order of the divergence ``kl`` or, without logits, the predicted change.
 
-        The columns are the place, ``bits``, ``quantiser``, the three changes and, if there are any, the
+        The columns are the place, ``bits``, ``quantiser``, the changes and, if there are any, the
         divergences.
         """
-        columns = [*_PLACE, "bits", "quantiser", *_CHANGES, *(_DIVERGENCES if self.has_kl else ())]
-        return self._sorted[columns]
+        columns = [*self._place, "bits", "quantiser", *_CHANGES, *(_DIVERGENCES if self.has_kl else ())]
+        return self._sorted.filter(columns)
 
     @property
     def _sorted(self) -> pd.DataFrame:
@@ -132,29 +150,29 @@ class Precision(InputResult):
         every = self.table["bits"].unique()
         for bits in (0, *(every if len(every) > 1 else ())):
             chosen = self.table if bits == 0 else self.table[self.table["bits"] == bits]
-            ranks = chosen[[*_CHANGES, *_DIVERGENCES]].corr("spearman", min_periods=3)
+            ranks = chosen.filter([*_CHANGES, *_DIVERGENCES]).corr("spearman", min_periods=3)
             for predicted, real in _PAIRS if self.has_kl else _PAIRS[:1]:
                 spearman = ranks.at[predicted, real]
                 rows.append({"bits": bits, "predicted": predicted, "real": real, "spearman": spearman})
         return pd.DataFrame(rows)
 
-    def budget(self, average: float, quantiser: str = "token") -> pd.DataFrame:
-        """Choose how many bits the keys and the values of each head get, at most ``average`` on average over
-        all quantised numbers. Steps and zero points are not counted.
+    def budget(self, average: float, quantiser: str | None = None) -> pd.DataFrame:
+        """Choose how many bits each head's keys and values, or each part's weights, get: at most ``average``
+        on average over all quantised numbers. Steps and zero points are not counted.
 
         The numbers of bits are chosen among those in the table for the quantiser, so measure several, such as
-        2, 3, 4, 5, 6 and 8. All heads start with the smallest number. Bits are then added where they lower
+        2, 3, 4, 5, 6 and 8. All places start with the smallest number. Bits are then added where they lower
         the effect most for each bit. With logits the effect is ``predicted_kl``, or its geometric mean with
         ``kl``, in which the chance of one rounding counts less. Of these two results, and one number of bits
-        for all, the one is taken that has the smallest divergence with all keys and values quantised at once.
-        Without logits the effect is the squared predicted change of the attention's output relative to this
-        output.
+        for all, the one is taken that has the smallest divergence with all places quantised at once. Without
+        logits the effect is the squared predicted change of the output relative to this output.
 
-        The result has one row for each layer, head and operand, with ``bits``, ``entries`` (how many numbers
+        The result has one row for each place, with ``bits``, ``entries`` (how many numbers
         are quantised) and ``effect``, that of the row of the table, ``kl`` with logits. An ArgumentError says
         that the table has no such quantiser or only one number of bits, or that even its fewest bits are more
         than ``average``.
         """
+        quantiser = quantiser or ("channel" if self._of_weights else "token")
         rows = self.table[self.table["quantiser"] == quantiser]
         if rows.empty:
             known = ", ".join(self.table["quantiser"].unique())
@@ -162,7 +180,7 @@ class Precision(InputResult):
         mean = (rows["kl"] * rows["predicted_kl"]).pow(0.5)
         rows = rows.assign(mean=mean, relative=(rows["predicted"] / rows["output_norm"]).pow(2))
         told, *effects = ["kl", "mean", "predicted_kl"] if self.has_kl else ["relative", "relative"]
-        wide = rows.pivot(index=_PLACE, columns="bits", values=list({told, *effects, "entries"}))
+        wide = rows.pivot(index=self._place, columns="bits", values=list({told, *effects, "entries"}))
         entries, bits = wide["entries"].to_numpy(dtype=int)[:, 0], wide["entries"].columns.to_numpy(dtype=int)
         average = _checked_average(average, bits.tolist())
         chosen = [_spent(wide[effect].to_numpy(), bits, entries, average) for effect in effects]
@@ -170,16 +188,16 @@ class Precision(InputResult):
 
         def at_once(choice: np.ndarray) -> float:
             given = dict(zip(wide.index, bits[choice].tolist(), strict=True))
-            return simulated_kl(self.logits, given, quantiser)
+            return float(self.logits(given, quantiser))
 
         best = chosen[0] if self.logits is None else min(chosen, key=at_once)
         effect = wide[told].to_numpy()[np.arange(len(best)), best]
         places = wide.index.to_frame(index=False)
         return places.assign(bits=bits[best], entries=entries, effect=effect)
 
-    def simulate(self, bits: int | pd.DataFrame, quantiser: str = "token") -> float:
-        """Run the model with the keys and values of many heads quantised at once, and return the mean
-        Kullback–Leibler divergence of its predictions in nats.
+    def simulate(self, bits: int | pd.DataFrame, quantiser: str | None = None) -> float:
+        """Run the model with many places quantised at once, and return the mean Kullback–Leibler divergence
+        of its predictions in nats.
 
         The keys and values of a layer are computed from the quantised layers before it. An ArgumentError says
         that the model has no logits, or that an argument does not fit.
@@ -187,27 +205,29 @@ class Precision(InputResult):
         Parameters
         ----------
         bits
-            One number of bits for all keys and values of the table, or a table with the columns ``layer``,
-            ``head``, ``operand`` and ``bits``, as :meth:`budget` returns it; keys and values that the
-            table does not name stay exact. The table may come from another input of the same model.
+            One number of bits for all places of the table, or a table with the columns ``layer``, ``head``,
+            ``operand`` (or ``part``) and ``bits``, as :meth:`budget` returns it; what it does not name stays
+            exact. The table may come from another input of the same model.
         quantiser
-            The quantiser.
+            The quantiser; by default "token" of keys and values, "channel" of weights.
 
         """
         if self.logits is None:
             expected = "the logits of the model, which simulate compares"
             raise ArgumentError("logits", expected=expected, got="none")
-        checked_quantisers(quantiser)
-        places = self.table[_PLACE].drop_duplicates()
+        quantiser = quantiser or ("channel" if self._of_weights else "token")
+        checked_quantisers(quantiser, OF_WEIGHTS if self._of_weights else QUANTISERS)
+        places = self.table[self._place].drop_duplicates()
         if not isinstance(bits, pd.DataFrame):
             bits = places.assign(bits=bits)
-        chosen = {tuple(place): count for *place, count in bits[[*_PLACE, "bits"]].itertuples(index=False)}
+        columns = bits[[*self._place, "bits"]]
+        chosen = {tuple(place): count for *place, count in columns.itertuples(index=False)}
         checked_bits(list(chosen.values()))
         unknown = set(chosen) - set(places.itertuples(index=False, name=None))
         if unknown:
-            got = str(next(iter(unknown)))
-            raise ArgumentError("bits", expected="layers, heads and operands of the table", got=got)
-        return simulated_kl(self.logits, chosen, quantiser)
+            expected = "layers and parts" if self._of_weights else "layers, heads and operands"
+            raise ArgumentError("bits", expected=f"{expected} of the table", got=str(next(iter(unknown))))
+        return float(self.logits(chosen, quantiser))
 
     # ---- in words, in notebooks, and as files
 
@@ -216,7 +236,7 @@ class Precision(InputResult):
         """One line to cite, with the divergences for all keys and values quantised, and rank correlations."""
         at_once = "".join(f" {line};" for line in self._together_in_words())
         return (
-            f"Quantised keys and values at the softmax of {self.model} at {self.input} (n = {self.n}):"
+            f"Quantised {self._all(' at the softmax')} of {self.model} at {self.input} (n = {self.n}):"
             f"{at_once} Spearman's rank correlation: {self._ranks_in_words()}; {self._made_by}"
         )
 
@@ -225,13 +245,16 @@ class Precision(InputResult):
         found = ("none exists" if row["spearman"] is None else f"{row['spearman']:.3f}" for row in rows)
         return "; ".join(f"{row['predicted']} and {row['real']} {next(found)}" for row in rows)
 
+    def _all(self, where: str = "") -> str:
+        return "linear weights in blocks" if self._of_weights else f"keys and values{where}"
+
     def _together_in_words(self) -> list[str]:
         layers = sorted({int(layer) for layer in self.table["layer"]})
         run = len(layers) > 2 and layers[-1] - layers[0] == len(layers) - 1
         listed = f"{layers[0]} to {layers[-1]}" if run else ", ".join(map(str, layers))
         where = f"layer{'' if len(layers) == 1 else 's'} {listed}"
         return [
-            f"all keys and values of {where} at once by {quantiser}: divergence "
+            f"all {self._all()} of {where} at once by {quantiser}: divergence "
             + ", ".join(f"{row['kl']:.3g} at {row['bits']} bits" for row in plain_rows(rows))
             for quantiser, rows in self.together.groupby("quantiser", sort=False)
         ]
@@ -266,12 +289,16 @@ class Precision(InputResult):
 
     def _lines(self) -> list[str]:
         rows = self.first_rows(_SHOWN)
+        one, how = "keys or values of one head", "Keys and values as the softmax takes them"
+        if self._of_weights:
+            one, how = "linear weights of one part of a block", "Rounded to nearest by absmax; all else exact"
+        of = "block" if self._of_weights else "attention"
         return [
-            f"Precision of {self.model}, {self.length}: keys or values of one head quantised.",
+            f"Precision of {self.model}, {self.length}: {one} quantised.",
             f"Input: {self.input}.",
-            f"{self.precision.capitalize()}. Keys and values as the softmax takes them.",
+            f"{self.precision.capitalize()}. {how}.",
             f"The first {len(rows)} of {len(self.table)} rows by {self._key}. Norm of the change of the "
-            "attention's output: predicted, change (real), bound (proved)"
+            f"{of}'s output: predicted, change (real){', bound (proved)' * ('bound' in rows)}"
             + ("; divergence of the predictions in nats: predicted_kl, kl (real)." if self.has_kl else "."),
             indent(rows.to_string(index=False), "  "),
             *self.remarks,
@@ -280,9 +307,9 @@ class Precision(InputResult):
 
     @property
     def _bits_of_heads(self) -> pd.DataFrame:
-        groups = self.budgets.groupby(["quantiser", "layer", "operand"], sort=False)["bits"]
-        words = groups.agg(lambda bits: " ".join(map(str, bits)))
-        return words.reset_index(name="bits of kv heads from 0")
+        others = ["quantiser", *(["part"] if self._of_weights else ["layer", "operand"])]
+        words = self.budgets.groupby(others, sort=False)["bits"].agg(lambda bits: " ".join(map(str, bits)))
+        return words.reset_index(name=f"bits of {'layers' if self._of_weights else 'kv heads'} from 0")
 
     @styled
     def plot(self) -> Figure:
@@ -293,31 +320,33 @@ class Precision(InputResult):
         predicted, real = ("predicted_kl", "kl") if self.has_kl else ("predicted", "change")
         what = "divergence (nats)" if self.has_kl else "change of the output"
         bits, quantiser = int(self.table["bits"].min()), self.table["quantiser"].iloc[0]
-        shown = self.table[(self.table["bits"] == bits) & (self.table["quantiser"] == quantiser)]
-        cells = shown.pivot_table(index="layer", columns=["operand", "head"], values=self._key)
-        width = max(1.6, _CELL * cells.shape[1] / 2)
-        figure = new_figure(_SCATTER + 2.4 + 2 * width, max(3.0, 1.6 + _CELL * len(cells)))
-        keys, values, scatter = figure.subplots(1, 3, width_ratios=[width, width, _SCATTER])
+        kind, across = self._place[-1], "bits" if self._of_weights else "head"
+        shown = self.table[self.table["quantiser"] == quantiser]
+        shown = shown if across == "bits" else shown[shown["bits"] == bits]
+        cells = shown.pivot_table(index="layer", columns=[kind, across], values=self._key)
+        kinds = list(shown[kind].unique())
+        width = max(1.6, _CELL * cells.shape[1] / len(kinds))
+        figure = new_figure(_SCATTER + 2.4 + len(kinds) * width, max(3.0, 1.6 + _CELL * len(cells)))
+        *axes, scatter = figure.subplots(1, len(kinds) + 1, width_ratios=[width] * len(kinds) + [_SCATTER])
         norm = logarithmic(shown[self._key].to_numpy())
-        layers, place = [str(layer) for layer in cells.index], "key/value head"
-        for axis, operand, name, rows in ((keys, "K", "keys", layers), (values, "V", "values", [])):
-            some = cells[operand]
-            heads = [str(head) for head in some]
-            label = "layer" if rows else ""
-            Cells(some.to_numpy(), rows, heads, place, label, name, most=8).draw(axis, norm)
-        add_colourbar(figure, values, norm)
+        rows, place = [str(layer) for layer in cells.index], _IN_WORDS.get(across, across)
+        for axis, one in zip(axes, kinds, strict=True):
+            some, name, label = cells[one], _IN_WORDS.get(one, one), "layer" if rows else ""
+            Cells(some.to_numpy(), rows, [*map(str, some)], place, label, name, most=8).draw(axis, norm)
+            rows = []
+        add_colourbar(figure, axes[-1], norm)
         there = self.table[(self.table[predicted] > 0) & (self.table[real] > 0)]
         both = pd.concat([there[predicted], there[real]])
         ends = [both.min(), both.max()]
         curves = [Curve(ends, ends, dashes=SOLID)]
-        for operand, mark, colour in (("K", "o", "#1f77b4"), ("V", "^", "#ff7f0e")):
-            some = there[there["operand"] == operand]
-            curves.append(Curve(some[predicted], some[real], operand, colour, mark, size=9, alpha=0.6))
+        for one, (mark, colour) in zip(kinds, _MARKS, strict=False):
+            some = there[there[kind] == one]
+            curves.append(Curve(some[predicted], some[real], one, colour, mark, size=9, alpha=0.6))
         labels = f"predicted {what}", f"real {what}"
         Panel(curves, "each row of the table", *labels, scales=("log", "log")).draw(scatter)
         if len(there):
             scatter.legend()
-        shown_is = f"{labels[self.has_kl]}, {bits} bits, {quantiser}"
+        shown_is = f"{labels[self.has_kl]}{f', {bits} bits' * (across != 'bits')}, {quantiser}"
         title = f"{self.model}, one input of {self.length}; colours: {shown_is}"
         figure.suptitle(titled(title, figure.get_figwidth()), fontsize=10)
         return figure
@@ -326,11 +355,6 @@ class Precision(InputResult):
         html = parts()
         agreement = self.agreement.replace({"bits": {0: "all"}}).astype({"bits": str})
         rows = self.first_rows(most)
-        said = (
-            "Predicted, change and bound are Frobenius norms of the change of the attention's output: the "
-            "root mean square to first order, what the quantiser makes, and a proved limit for all errors of "
-            "up to half a step. Divergences are in nats a token. A kv head is a head of keys and values."
-        )
         few = f"{len(rows)} of {len(self.table)} rows are shown here; precision.csv has all."
         return [
             *(html.words(sentence) for sentence in self.remarks[:-1]),
@@ -339,7 +363,7 @@ class Precision(InputResult):
             frame(agreement.rename(columns={"spearman": "Spearman"})),
             html.heading(f"The largest effects, by {self._key}"),
             frame(rows),
-            html.words(said, "soft"),
+            html.words(_MEANT_OF_WEIGHTS if self._of_weights else _MEANT, "soft"),
             *([html.words(few, "note")] if len(rows) < len(self.table) else []),
         ]
 
@@ -367,8 +391,9 @@ def precision(
     model: Model,
     inputs: Inputs,
     *,
-    bits: int | Sequence[int] = (8, 4, 3),
-    quantisers: str | Sequence[str] = QUANTISERS,
+    bits: int | Sequence[int] | None = None,
+    weights: int | Sequence[int] | None = None,
+    quantisers: str | Sequence[str] | None = None,
     span: slice | tuple[int, int] | str | None = None,
     layers: Layers = None,
     logits: bool = True,
@@ -377,16 +402,17 @@ def precision(
     seed: int = 0,
     on_layer: Callable[[int, int], None] | None = None,
 ) -> Precision:
-    """Predict, bound and simulate how much a model's output changes if the keys or the values of a single
-    head are quantised, for each layer, head, quantiser and number of bits.
+    """Predict and simulate how much a model's output changes if the keys or the values of a single head, or
+    with ``weights`` the linear weights of one part of a block, are quantised; for each number of bits.
 
     Keys and values are those that the softmax takes: after norm layers and rotary positions, as most KV
-    caches hold them, and expanded from the latent of latent attention. They are quantised by absmax
-    (symmetric, 2^bits − 1 levels) or, as by KIVI (arXiv:2402.02750), with zero points and 2^bits levels.
+    caches hold them, and expanded from the latent of latent attention. Their change is also bounded. They are
+    quantised by absmax (symmetric, 2^bits − 1 levels) or, as by KIVI (arXiv:2402.02750), with zero points and
+    2^bits levels.
 
     If the model has logits, the Kullback–Leibler divergence of its predictions is also predicted and
     simulated: the whole model runs once for each row of the table, and once for each quantiser and number of
-    bits with all keys and values quantised at once.
+    bits with everything quantised at once.
 
     Parameters
     ----------
@@ -394,77 +420,100 @@ def precision(
         As for :func:`howsmooth.profile`. A model given by its name or folder is loaded with its head if it
         has one. The head of a model with logits needs ``load_model(name, head=True)``.
     inputs, span, layers, tokenizer, on_layer
-        As for :func:`howsmooth.profile`.
+        As for :func:`howsmooth.profile`; with ``weights``, layers are blocks.
     bits
-        Numbers of bits, each from 2 to 16.
+        Numbers of bits of keys and values, each from 2 to 16; by default 8, 4 and 3.
+    weights
+        Numbers of bits of the linear weights in blocks instead, each from 2 to 16: of ``nn.Linear``,
+        ``nn.MultiheadAttention``, and ``Conv1D`` and experts of transformers, rounded to nearest by absmax.
+        Biases, norms, embeddings, the output layer, and what the result names as left out stay exact.
     quantisers
-        Which entries share a step: "token" and "channel" by absmax, "group-32" and "group-64" that many
-        channels of a token, and "kivi" with zero points, keys by channel and values by token; all by default.
-        Also "kivi-G" in groups of G tokens or channels, and "kivi-G-R", where for all queries the last R
-        tokens of the input stay exact, and keys of the last group if it is not full.
+        Which entries share a step, all by default. Of keys and values: "token" and "channel" by absmax,
+        "group-32" and "group-64" that many channels of a token, and "kivi" with zero points, keys by channel
+        and values by token; also "kivi-G" in groups of G tokens or channels, and "kivi-G-R", where for all
+        queries the last R tokens of the input stay exact, and keys of the last group if it is not full. Of
+        weights: "channel", all weights of an output channel, and "group-128", "group-64" and "group-32", that
+        many neighbours of them.
     logits
         Whether to run the whole model for the divergence of its predictions.
     average
-        Also choose the bits of each head for this average number, by :meth:`Precision.budget`, for each
-        quantiser.
+        Also choose the bits of each head or part for this average number, by :meth:`Precision.budget`, for
+        each quantiser.
     seed
-        Seed of the draws from which the divergence is predicted.
+        Seed of the draws from which the divergence is predicted for keys and values.
 
     Raises
     ------
     ArgumentError, CaptureError, ModelError
-        As for :func:`howsmooth.profile`.
+        As for :func:`howsmooth.profile`. Also if both ``bits`` and ``weights`` are given, or weights that are
+        quantised already, or a model without blocks.
 
     """
-    wanted = checked_bits(bits), checked_quantisers(quantisers)
+    if bits is not None and weights is not None:
+        raise ArgumentError("bits", expected="None beside weights", got=repr(bits))
+    name, given_bits = ("bits", _BITS if bits is None else bits) if weights is None else ("weights", weights)
+    known = QUANTISERS if weights is None else OF_WEIGHTS
+    wanted = checked_bits(given_bits, name), checked_quantisers(quantisers, known)
     if average is not None:
-        average = _checked_average(average, wanted[0])
+        average = _checked_average(average, wanted[0], name)
     loaded = with_head(partial(model_input.loaded_if_named, model))
     given = model_input.given_inputs(loaded, inputs, span, tokenizer)
     chosen = checked_selection("layers", layers)
+    if weights is not None:
+        refuse_quantised(given.module)
     recorded = RecordedModel(given.module, given.inputs)
-    indices = indices_of(chosen, len(recorded.layers), "layer")
     whole = recorded if logits and recorded.logits is not None else None
-    fisher = whole.squared_gradients(_DRAWS, derive_seed(purpose="precision", seed=seed)) if whole else {}
+    parts = None if weights is None else QuantisedWeights(recorded, *wanted)
+    names = parts.names if parts else [str(at.layer) for at in recorded.layers]
+    indices = indices_of(chosen, len(names), "layer")
+    draws = derive_seed(purpose="precision", seed=seed)
+    fisher = whole.squared_gradients(_DRAWS, draws) if whole and not parts else {}
     left_out: dict[str, list[str]] = {}  # what is left out, by the reason
     rows: list[dict[str, Any]] = []
     with model_input.shown_progress(on_layer, len(indices)) as told:
         for done, index in enumerate(indices):
             told(done, len(indices))
             renew_threads()
-            at = recorded.layers[index]
             try:
+                if parts:
+                    rows += parts.rows(index, whole)
+                    continue
+                at = recorded.layers[index]
                 rows += list(_rows(at, whole, fisher.get(index), *wanted))
             except HowsmoothError as error:
                 if isinstance(error, ArgumentError) and error.argument == "quantisers":
                     raise
-                left_out.setdefault(str(error).rstrip("."), []).append(str(at.layer))
+                left_out.setdefault(str(error).rstrip("."), []).append(names[index])
                 continue
             if at.projection is None:
                 left_out.setdefault(_HEADS, []).append(f"the output projection of {at.layer}")
         told(len(indices), len(indices))
-    if chosen is None and recorded.without_softmax:
+    if parts:
+        left_out |= parts.left_out
+    elif chosen is None and recorded.without_softmax:
         left_out[f"{NO_SOFTMAX}, which has no keys and values"] = recorded.without_softmax
     refused = [f"{', '.join(names)}: {reason}." for reason, names in left_out.items()]
     name = type(given.module).__name__
+    if not rows:
+        why = ["No linear weights in full precision are beside an attention in a module list.", *refused][-1]
+        raise CaptureError(f"No layer of {name} can be treated. {why}")
     if logits and whole is None:
         refused.insert(0, f"The divergence of predictions is left out: {name} has no logits.")
-    if not rows:
-        raise CaptureError(f"No layer of {name} can be treated. {refused[-1]}")
-    places = [(row["layer"], row["head"], row["operand"]) for row in rows]
-    cases = list(dict.fromkeys((row["quantiser"], count) for row in rows for count in wanted[0]))
-    together = [(q, c, simulated_kl(whole, dict.fromkeys(places, c), q)) for q, c in cases if whole]
+    read = range(len(recorded.layers)) if parts else {row["layer"] for row in rows}
     found = Precision(
         **given.origin(),
         table=PrintedTable(rows),
-        together=pd.DataFrame(together, columns=["quantiser", "bits", "kl"]),
+        together=pd.DataFrame(),
         budgets=pd.DataFrame(),
         mixed=pd.DataFrame(),
-        n=max(recorded.layers[layer].softmax.value.shape[-2] for layer, _, _ in places),
+        n=max(recorded.layers[layer].softmax.value.shape[-2] for layer in read),
         seed=seed,
         refused=tuple(refused),
-        logits=whole,
+        logits=whole and (parts.simulated_kl if parts else partial(simulated_kl, whole)),
     )
+    cases = list(dict.fromkeys((row["quantiser"], count) for row in rows for count in wanted[0]))
+    together = [(q, count, found.simulate(count, q)) for q, count in cases if whole]
+    found = replace(found, together=pd.DataFrame(together, columns=["quantiser", "bits", "kl"]))
     return found if average is None else _with_budgets(found, average)
 
 
@@ -478,17 +527,17 @@ def _with_budgets(found: Precision, average: float) -> Precision:
         mean = float(np.average(budget["bits"], weights=budget["entries"]))
         budgets.append(budget.assign(quantiser=quantiser))
         mixed.append((quantiser, average, mean, kls[0], equal, kls[1]))
-    every, keys = pd.concat(budgets, ignore_index=True), [*_PLACE, "bits", "quantiser"]
+    every, keys = pd.concat(budgets, ignore_index=True), [*found._place, "bits", "quantiser"]
     given = set(every[keys].itertuples(index=False, name=None))
     chosen = [row in given for row in found.table[keys].itertuples(index=False, name=None)]
     table = found.table.assign(in_budget=chosen)
     return replace(found, table=table, budgets=every, mixed=pd.DataFrame(mixed, columns=_MIXED))
 
 
-def _checked_average(average: object, bits: Sequence[int]) -> float:
+def _checked_average(average: object, bits: Sequence[int], name: str = "bits") -> float:
     if len(bits) < 2:
         expected = "several numbers of bits for a budget to choose from, such as 2,3,4,5,6,8"
-        raise ArgumentError("bits", expected=expected, got=str(bits[0]))
+        raise ArgumentError(name, expected=expected, got=str(bits[0]))
     if not isinstance(average, Real) or not min(bits) <= float(average) < math.inf:
         raise ArgumentError("average", expected=f"at least {min(bits)} bits", got=repr(average))
     return float(average)
