@@ -294,8 +294,24 @@ def test_weights_that_are_not_finite() -> None:
     with torch.no_grad():
         model.h[1].mlp.c_proj.bias[0] = float("nan")
     assert len(capture(model, token_ids(1, 4), layers=[0, 1])) == 2
-    with pytest.raises(NonFiniteError, match="layer 2"):
+    with pytest.raises(NonFiniteError, match=r"infinity in h\.1\.mlp\.c_proj\.bias\. Load weights"):
         capture(model, token_ids(1, 4))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q_proj", "v_proj", "o_proj"])
+def test_errors_name_the_weight_that_is_not_finite(name: str, bad: float) -> None:
+    model = tiny("llama")
+    name = f"layers.2.self_attn.{name}.weight"
+    with torch.no_grad():
+        model.get_parameter(name).fill_(bad)
+    for scope in (
+        "attention",
+        "model",
+        "span",
+    ):  # of the last layer, LAPACK says no more than "internal assert"
+        with pytest.raises(NonFiniteError, match=rf"^model: expected finite .* infinity in {name}\."):
+            capture(model, token_ids(1, 4), scope=scope)
 
 
 class _ChosenKeys(nn.Module):

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import howsmooth as hs
-from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.errors import ArgumentError, CaptureError, NonFiniteError
 from howsmooth.force_float64 import WithoutDowncast
 from tests._shared import shared_data
 from tests._tiny_models import tiny, token_ids
@@ -236,6 +236,17 @@ def test_what_is_no_language_model_is_refused() -> None:
     for name, wrong in {"epsilon": 0.0, "layers": 2, "positions": "4", "at": 4}.items():
         with pytest.raises(ArgumentError, match=f"^{name}: expected"):
             hs.prediction_stability(model, token_ids(1, 4), **{name: wrong})  # type: ignore[arg-type]
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    model = _language_model("llama")
+    model.get_parameter("model.layers.1.mlp.up_proj.weight")[0, 0] = math.nan
+    with pytest.raises(
+        NonFiniteError, match=r"^model: .* infinity in model\.layers\.1\.mlp\.up_proj\.weight\."
+    ):
+        hs.prediction_stability(model, token_ids(1, 4))
+    (refused,) = hs.profile(model, token_ids(1, 4), layers=[1], scopes=["attention", "mlp"]).refused
+    assert "infinity in model.layers.1.mlp.up_proj.weight." in refused
 
 
 def test_what_a_result_shows(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from howsmooth.errors import CaptureError, HowsmoothError, NonFiniteError
+from howsmooth.models.finite_weights import naming_weights
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.attention_recorder import AttentionLayer, TracedLayer
 from howsmooth.models.tracing.mask_and_bias import split_mask
@@ -333,7 +334,8 @@ def _refuse_sparsity(layer: AttentionLayer, a: SoftmaxCall, b: SoftmaxCall) -> N
 def errors_of(layer: AttentionLayer) -> Iterator[None]:
     """Return a context manager that turns errors of a layer's own code into CaptureErrors."""
     try:
-        yield
+        with naming_weights(layer.module, layer.name):
+            yield
     except HowsmoothError:
         raise
     except Exception as error:
