@@ -104,22 +104,29 @@ def _with_still_operands(tries: Sequence[SelfAttentionModule]) -> SelfAttentionM
     zero weights; None if there is none. Raise CaptureError if it may as well be one of cross-attention.
     """
     softmaxes = tries[0].softmaxes if tries else []
-    if not all(a.output is not None and a.output.shape[-2] == a.value.shape[-2] for a in softmaxes):
+    square = (a.output is not None and a.output.shape[-2] == a.value.shape[-2] for a in softmaxes)
+    if not tries or not all(square):
         return None
-    moves = [set[str]().union(*tried.moved) for tried in tries]
-    both = [bool(m & QUERIES and m & MEMORY) for m in moves]  # tokens, or positions, which give no values
-    for i, tried in enumerate(tries):
-        others = [j for j in range(len(tries)) if j != i and not both[j]]
-        still = _EVERY.difference(*(moves[j] for j in others))
-        alone = both[i] or all(tries[j].call is not tried.call for j in others)
-        if alone and all(m | still == _EVERY for m in tried.moved):
+
+    def fits(tried: SelfAttentionModule, i: int) -> bool:
+        # Tokens or their positions change both queries and keys; what changes one of both may be a sequence.
+        others = [one for one in tries if one is not tried and not _of_both(one.moved[i])]
+        still, own = _EVERY.difference(*(one.moved[i] for one in others)), tried.moved[i]
+        return own | still == _EVERY and (_of_both(own) or all(one.call is not tried.call for one in others))
+
+    for tried in tries:
+        if all(fits(tried, i) for i in range(len(softmaxes))):
             return tried
-    if still := _EVERY.difference(*moves):
+    if still := _EVERY.difference(*(m for tried in tries for m in tried.moved)):
         raise CaptureError(
             f"{tries[0].layer} may be self-attention or cross-attention: no tokens change its "
             f"{' and '.join(sorted(still))}, as with weights that are zero."
         )
     return None
+
+
+def _of_both(moved: set[str]) -> bool:
+    return bool(moved & QUERIES and moved & MEMORY)
 
 
 def tried_arguments(traced_layer: TracedLayer, reasons: list[str]) -> Iterator[SelfAttentionModule]:
