@@ -120,6 +120,7 @@ def test_every_number_is_that_of_dense_matrices(kind: str) -> None:
         assert row["lower"] <= exact * (1 + 1e-9)
         assert exact * (1 - 1e-9) <= row["upper"] <= exact * 1.002
         assert row["converged"]
+        assert row["agrees"]
         if row["layer"] == 1 and row["position"] == 0:  # nothing but the norm and the output layer follows
             assert row["value"] == 0
             assert {row[name] for name in ("predicted", "attack", "first_order", "radius")} == {math.inf}
@@ -330,3 +331,11 @@ def test_a_masked_language_model_predicts_its_own_token() -> None:
     assert hs.prediction_stability(model, token_ids(1, 1)).statement.startswith("At token 0, Bert")
     decoder = _language_model("gpt2")
     assert hs.prediction_stability(decoder, token_ids(1, 1)).statement.startswith("After token 0, GPT2")
+
+
+def test_a_divergence_that_rounds_to_zero_is_no_attack() -> None:
+    found = hs.prediction_stability(
+        _language_model("llama").float(), token_ids(1, 3), layers=0, epsilon=1e-30
+    )
+    assert found.table["attack"][0] == math.inf
+    assert "(second order does not hold), attack none" in repr(found)
