@@ -39,7 +39,7 @@ from howsmooth.rounding import interval_in_digits
 from howsmooth.study.plans import INFLUENCE_RTOL, Plan
 from howsmooth.study.records import plain_rows
 from howsmooth.threads import with_fastest_threads
-from howsmooth.words import counted, readable
+from howsmooth.words import counted, function_name, readable
 
 __all__ = ["Influence", "ResultWithInfluence", "as_last_step", "influence", "influence_at"]
 
@@ -339,7 +339,7 @@ def influence(
         token_wise=token_wise_lipschitz(f, x, jacobian, norms, rows, rtol=min(rtol, 1e-3), seed=seed),
         confidence=confidence,
         method="closed form" if closed else "autodiff",
-        scope=f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__),
+        scope=f.describe() if isinstance(f, TokenMap) else function_name(f),
         rtol=rtol,
         seed=seed,
         token_outputs=len(shape) == 2 and shape[0] == len(x),
