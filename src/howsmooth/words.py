@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RUN_AGAIN", "amount_in_words", "counted", "decimal", "duration", "encodable", "file_stem",
-    "function_name", "kind_in_words", "place_in_words", "readable", "scope_in_words", "sentence", "unit_in_words",
-    "visible_token",
+    "function_name", "kind_in_words", "place_in_words", "readable", "scope_in_words", "sentence",
+    "unit_in_words", "visible_token",
 ]  # fmt: skip
 
 RUN_AGAIN = "run the same command again"
