@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RUN_AGAIN", "amount_in_words", "counted", "decimal", "duration", "encodable", "file_stem",
-    "kind_in_words", "place_in_words", "readable", "scope_in_words", "sentence", "unit_in_words",
-    "visible_token",
+    "function_name", "kind_in_words", "place_in_words", "readable", "scope_in_words", "sentence",
+    "unit_in_words", "visible_token",
 ]  # fmt: skip
 
 RUN_AGAIN = "run the same command again"
@@ -35,6 +35,11 @@ _LONGEST_PIECE = 40
 
 # Tokens of a text often are line ends, which a reader should recognise.
 _VISIBLE_SIGNS = str.maketrans({"\n": "↵", "\r": "↵", "\t": "→"})
+
+
+def function_name(f: object) -> str:
+    """Return the name of a function, or of the class of a module."""
+    return getattr(f, "__name__", type(f).__name__).replace("<lambda>", "a lambda function")
 
 
 def file_stem(*parts: str) -> str:

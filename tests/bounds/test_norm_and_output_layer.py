@@ -125,3 +125,62 @@ def test_radii_in_sixty_digits() -> None:
             before, after = log_p(h), log_p(h + change * (mp.mpf(radius) / mp.norm(change)))
             divergence = mp.fsum(mp.exp(a) * (a - b) for a, b in zip(before, after, strict=True))
             assert mp.mpf("0.9e-6") < divergence <= mp.mpf(1e-6)
+
+
+def _two_logits(size: float, bias: tuple[float, float], far: float = 0.0) -> tuple[Case, mp.mpf]:
+    """Two logits that move against each other if the token turns, so that the bounds are tight: the case, and
+    the derivative of each by the angle. Both rows are ``far`` from it, in a direction that the norm removes.
+    """
+    row = size * torch.tensor([0.0, 0, 1, -1, 2, -2, 3, -3], dtype=torch.float64)
+    weight = torch.stack((row, -row)) + far * torch.tensor([[1.0], [-3]], dtype=torch.float64)
+    x = torch.tensor([5.0, -5, *[0] * 6], dtype=torch.float64)
+    case = hs.LayerNorm(torch.ones_like(x), None, eps=0.0), weight, torch.tensor(bias).to(weight), x
+    return case, mp.sqrt(8) * mp.norm(mp.matrix(row.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("bias", "far", "reached"),
+    [((0, 0), 0, 1e-13), ((0, -4), 0, 1e-11), ((1e6, 1e6 - 4), 0, 1e-8), ((0, -4), 1e8, 1e-4)],
+)
+def test_errors_of_rounding_make_the_radius_smaller(
+    bias: tuple[float, float], far: float, reached: float
+) -> None:
+    epsilon = 2.0**-100  # so small that the proof loses nothing but what rounding costs
+    with mp.workdps(80):
+        case, slope = _two_logits(1.0, bias, far)
+        move = slope * prediction_radii(*case, epsilon)[0] / mp.sqrt(50)
+        p = 1 / (1 + mp.exp(bias[1] - bias[0]))
+        divergence = mp.log(p * mp.exp(move) + (1 - p) * mp.exp(-move)) - (2 * p - 1) * move
+        assert 1 - reached < divergence / epsilon <= 1
+
+
+def test_the_first_chord_is_that_of_hoeffdings_lemma() -> None:
+    case, slope = _two_logits(100.0, (0, 0))
+    angle = math.asin(prediction_radii(*case, 0.1)[0] / 50**0.5)
+    assert 0.09 < math.log(math.cosh(float(slope) * angle)) < 0.1
+
+
+def test_logits_that_hardly_move_allow_a_right_angle() -> None:
+    case, _ = _two_logits(1e-6, (0, 0))
+    assert prediction_radii(*case, 0.1)[0] == pytest.approx(50**0.5, rel=1e-9)
+
+
+def test_an_answer_among_far_rows_has_a_radius_that_holds() -> None:
+    with mp.workdps(60):
+        case, slope = _two_logits(1.0, (1, 0), 1e8)
+        chord = 1 / (2 * slope)
+        exact = mp.sqrt(50) * chord * mp.sqrt(1 - chord**2 / 4)
+        assert 0.9999 * exact < prediction_radii(*case, 0.1)[1] < exact
+
+
+def test_an_answer_that_rounding_decides_has_no_larger_radius() -> None:
+    with mp.workdps(60):
+        for seed in range(40):
+            _, weight, _, x = _case("rms", d=2, vocabulary=2, seed=seed)
+            norm = hs.RMSNorm(torch.ones_like(x), eps=0.0)
+            bias = -weight @ (x / x.square().mean().sqrt())  # logits that differ by rounding alone
+            found = prediction_radii(norm, weight, bias, x, 0.1)[1]
+            token, (row, other) = mp.matrix(x.tolist()), weight.tolist()
+            apart = mp.sqrt(2) * (mp.matrix(row) - mp.matrix(other))
+            exact = mp.fdot(apart, token) / mp.norm(token) + mp.mpf(bias[0].item()) - mp.mpf(bias[1].item())
+            assert found <= mp.norm(token) * abs(exact) / mp.norm(apart)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, BartConfig, PreTrainedModel
 
+import howsmooth as hs
 from howsmooth.errors import ArgumentError, CaptureError, NonFiniteError
 from howsmooth.models import capture
 from tests._tiny_models import VOCABULARY, tiny, token_ids
@@ -121,6 +122,38 @@ def test_cross_attention_is_left_out_and_refused_by_its_index() -> None:
     for index in (2, -1):
         with pytest.raises(CaptureError, match=r"layer 2 \(decoder.*Capture it with scope .cross-attention"):
             capture(model, ids, layers=[0, index])
+
+
+@pytest.mark.parametrize("zero", ["q k", "k", "v", "k v", "q k v"])
+def test_a_layer_with_weights_of_zero_is_no_cross_attention(zero: str) -> None:
+    model, n = tiny("qwen2", torch.float64), 4  # biases of queries and keys turn with the positions
+    attention: Any = model.layers[1].self_attn
+    with torch.no_grad():
+        for name in zero.split():
+            attention.get_submodule(f"{name}_proj").weight.zero_()
+        attention.k_proj.bias.zero_()  # without keys, attention is uniform
+    (row,) = hs.profile(
+        model, token_ids(1, n), layers=[1], scopes=["attention"], rtol=1e-6
+    ).table.itertuples()
+    values = attention.v_proj.weight.unflatten(0, (2, 6)).repeat_interleave(2, 0).flatten(0, 1)
+    means = torch.ones(n, n, dtype=torch.float64).tril() / torch.arange(1, n + 1)[:, None]
+    norms = [torch.linalg.matrix_norm(t, 2).item() for t in (means, attention.o_proj.weight @ values)]
+    assert row.value == pytest.approx(norms[0] * norms[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("zero", ["q", "k", "v", "q k v"])
+def test_cross_attention_with_weights_of_zero_is_said(zero: str) -> None:
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = BartConfig(vocab_size=VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=1, **heads)
+    model: Any = make(config)
+    with torch.no_grad():
+        for name in zero.split():
+            model.decoder.layers[0].encoder_attn.get_submodule(f"{name}_proj").weight.zero_()
+    found = hs.profile(model, token_ids(1, 4), scopes=["attention"])
+    assert found.table["layer"].tolist() == [0, 1]
+    assert "layer 2 (decoder.layers.0.encoder_attn, BartAttention) may be self-attention or cross" in repr(
+        found
+    )
 
 
 class Heads(nn.Module):
@@ -261,8 +294,24 @@ def test_weights_that_are_not_finite() -> None:
     with torch.no_grad():
         model.h[1].mlp.c_proj.bias[0] = float("nan")
     assert len(capture(model, token_ids(1, 4), layers=[0, 1])) == 2
-    with pytest.raises(NonFiniteError, match="layer 2"):
+    with pytest.raises(NonFiniteError, match=r"infinity in h\.1\.mlp\.c_proj\.bias\. Load weights"):
         capture(model, token_ids(1, 4))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q_proj", "v_proj", "o_proj"])
+def test_errors_name_the_weight_that_is_not_finite(name: str, bad: float) -> None:
+    model = tiny("llama")
+    name = f"layers.2.self_attn.{name}.weight"
+    with torch.no_grad():
+        model.get_parameter(name).fill_(bad)
+    for scope in (
+        "attention",
+        "model",
+        "span",
+    ):  # of the last layer, LAPACK says no more than "internal assert"
+        with pytest.raises(NonFiniteError, match=rf"^model: expected finite .* infinity in {name}\."):
+            capture(model, token_ids(1, 4), scope=scope)
 
 
 class _ChosenKeys(nn.Module):

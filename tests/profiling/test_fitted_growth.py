@@ -54,8 +54,23 @@ def test_constants_that_did_not_converge_are_left_out() -> None:
     f = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True).double().eval()
     found = hs.growth(f, [tokens(n, n, 8) for n in (2, 4, 6)], max_iterations=1)
     assert found.exponent.left_out == 3
-    assert "no exponent: fewer than 3 lengths to fit" in repr(found)
+    assert "no exponent: fewer than 3 lengths to fit, 3 left out (3 not converged: take float64" in repr(
+        found
+    )
     assert "3 left out" in found.citation
+
+
+def test_constants_of_zero_are_left_out_and_a_lambda_has_a_name() -> None:
+    found = hs.growth(lambda x: 0 * x, [tokens(n, n, 3) for n in (4, 8, 16)])
+    assert "3 left out (3 of value 0); a lambda function;" in repr(found)
+    assert "a lambda function &  &  &  & 0 &  &  & 3" in str(found.to_latex())
+    assert hs.influence(lambda x: 2 * x, tokens(0, 2, 3)).scope == "a lambda function"
+
+
+@pytest.mark.parametrize("name", ["max_iteration", "batch_dims"])
+def test_unknown_options_are_refused(name: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{name}: expected no option but rtol, confidence, max_iter"):
+        hs.growth(Growing(), [tokens(0, 4, 3)], **{name: 1})
 
 
 def test_files_and_a_row_in_latex(tmp_path: Path) -> None:

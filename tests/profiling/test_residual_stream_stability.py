@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
     BertForTokenClassification,
     GPT2Config,
@@ -22,13 +23,18 @@ from transformers import (
 )
 
 import howsmooth as hs
-from howsmooth.errors import ArgumentError, CaptureError
+from howsmooth.errors import ArgumentError, CaptureError, NonFiniteError
 from howsmooth.force_float64 import WithoutDowncast
 from tests._shared import shared_data
 from tests._tiny_models import tiny, token_ids
 
 EPSILON = 1e-6
 _LLAMA: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+
+_BERT: dict[str, Any] = {
+    "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1,
+    "vocab_size": 60,
+}  # fmt: skip
 
 
 def _language_model(kind: str) -> nn.Module:
@@ -114,6 +120,7 @@ def test_every_number_is_that_of_dense_matrices(kind: str) -> None:
         assert row["lower"] <= exact * (1 + 1e-9)
         assert exact * (1 - 1e-9) <= row["upper"] <= exact * 1.002
         assert row["converged"]
+        assert row["agrees"]
         if row["layer"] == 1 and row["position"] == 0:  # nothing but the norm and the output layer follows
             assert row["value"] == 0
             assert {row[name] for name in ("predicted", "attack", "first_order", "radius")} == {math.inf}
@@ -226,8 +233,7 @@ def test_where_more_than_a_norm_follows_nothing_is_proved_and_it_is_said() -> No
 def test_what_is_no_language_model_is_refused() -> None:
     with pytest.raises(CaptureError, match="the model has no head"):
         hs.prediction_stability(tiny("gpt2"), token_ids(1, 4))
-    sizes: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
-    config = BertConfig(**sizes, num_hidden_layers=1, vocab_size=60)
+    config = BertConfig(**_BERT)
     pooled = _Own(lambda x: x.mean(1, keepdim=True)).eval()
     for model in (BertForSequenceClassification(config), BertForTokenClassification(config), pooled):
         with pytest.raises(ArgumentError, match="expected one with logits over a vocabulary"):
@@ -236,6 +242,17 @@ def test_what_is_no_language_model_is_refused() -> None:
     for name, wrong in {"epsilon": 0.0, "layers": 2, "positions": "4", "at": 4}.items():
         with pytest.raises(ArgumentError, match=f"^{name}: expected"):
             hs.prediction_stability(model, token_ids(1, 4), **{name: wrong})  # type: ignore[arg-type]
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    model = _language_model("llama")
+    model.get_parameter("model.layers.1.mlp.up_proj.weight")[0, 0] = math.nan
+    with pytest.raises(
+        NonFiniteError, match=r"^model: .* infinity in model\.layers\.1\.mlp\.up_proj\.weight\."
+    ):
+        hs.prediction_stability(model, token_ids(1, 4))
+    (refused,) = hs.profile(model, token_ids(1, 4), layers=[1], scopes=["attention", "mlp"]).refused
+    assert "infinity in model.layers.1.mlp.up_proj.weight." in refused
 
 
 def test_what_a_result_shows(tmp_path: Path) -> None:
@@ -271,12 +288,54 @@ def test_a_trained_language_model() -> None:
     assert 0 < row["answer_radius"] <= row["first_order"]
 
 
-def test_an_output_layer_that_moves_nothing_and_a_prediction_too_sure_for_its_digits() -> None:
-    model, ids = _language_model("llama"), token_ids(1, 3)
-    weight = model.get_output_embeddings().weight  # type: ignore[operator]
-    weight.mul_(500)
-    with pytest.raises(ArgumentError, match=r"^at: expected a prediction whose other tokens"):
-        hs.prediction_stability(model, ids)
-    weight.zero_()
-    (row,) = hs.prediction_stability(model, ids, layers=-1).table.to_dict("records")
+def test_an_output_layer_that_moves_nothing() -> None:
+    model = _language_model("llama")
+    model.get_output_embeddings().weight.zero_()  # type: ignore[operator]
+    (row,) = hs.prediction_stability(model, token_ids(1, 3), layers=-1).table.to_dict("records")
     assert row["radius"] == row["answer_radius"] == math.inf
+
+
+@pytest.mark.parametrize(("factor", "single"), [(60, True), (200, True), (500, False)])
+def test_predictions_however_sure(factor: float, single: bool) -> None:
+    model, ids = _language_model("llama"), token_ids(1, 3)
+    model.get_output_embeddings().weight.mul_(factor)  # type: ignore[operator]
+    f = _Moved(model, ids, 0, 2)
+    log_p, rows = f(f.still()).log_softmax(0), torch.autograd.functional.jacobian(f, f.still())
+    moves = rows - rows[log_p.argmax()]  # beside the sure token all is small, and none of it may be lost
+    roots = (log_p[:, None] / 2).exp()
+    exact = float(torch.linalg.matrix_norm(roots * (moves - log_p.exp() @ moves), 2))
+    found = hs.prediction_stability(model.float() if single else model, ids, rtol=0.01)
+    row, last = found.table.to_dict("records")
+    assert row["lower"] <= exact <= row["upper"]
+    assert row["upper"] < 1.01 * exact
+    assert not row["agrees"]
+    assert "(second order does not hold), attack 0." in found.citation
+    assert 0 < last["radius"] < last["attack"] < 1
+
+
+def test_a_prediction_too_sure_for_the_precision_leaves_what_is_proved(tmp_path: Path) -> None:
+    model = _language_model("llama").float()
+    model.get_output_embeddings().weight.mul_(1000)  # type: ignore[operator]
+    found = hs.prediction_stability(model, token_ids(1, 3))
+    assert found.table[["value", "lower", "upper", "predicted", "attack"]].isna().all(axis=None)
+    assert 0 < found.table["answer_radius"][1] < found.table["first_order"][1]
+    assert found.table["radius"][1] > 0
+    assert "not proved: the constants are below the numbers of the precision" in repr(found)
+    assert "block 1, token 2 'id " in repr(found)
+    found.write(tmp_path)
+
+
+def test_a_masked_language_model_predicts_its_own_token() -> None:
+    model = BertForMaskedLM(BertConfig(**_BERT)).eval()
+    assert hs.prediction_stability(model, token_ids(1, 4)).statement.startswith("At token 3, Bert")
+    assert hs.prediction_stability(model, token_ids(1, 1)).statement.startswith("At token 0, Bert")
+    decoder = _language_model("gpt2")
+    assert hs.prediction_stability(decoder, token_ids(1, 1)).statement.startswith("After token 0, GPT2")
+
+
+def test_a_divergence_that_rounds_to_zero_is_no_attack() -> None:
+    found = hs.prediction_stability(
+        _language_model("llama").float(), token_ids(1, 3), layers=0, epsilon=1e-30
+    )
+    assert found.table["attack"][0] == math.inf
+    assert "(second order does not hold), attack none" in repr(found)

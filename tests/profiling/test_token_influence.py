@@ -437,3 +437,13 @@ def test_wide_outputs_are_differentiated_by_columns(together: int, monkeypatch: 
     assert bool((found.value[1, 2:] == 0).all())
     assert told == sorted(told)
     assert (told[0], told[-1]) == (0.25 * together, 2)
+
+
+def test_the_name_of_a_model_and_a_text() -> None:
+    model = hs.load_model("builtin-decoder", dtype=None)
+    found, text = hs.influence("builtin-decoder", "Alice was"), "Alice was"
+    wanted = hs.influence(model, torch.tensor([model.tokenizer.encode(text)]))
+    assert torch.equal(found.value, wanted.value)
+    assert "".join(found.words) == text
+    with pytest.raises(ArgumentError, match="inputs: expected a text"):
+        hs.influence("builtin-decoder")

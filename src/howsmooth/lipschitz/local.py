@@ -20,6 +20,7 @@ from howsmooth.lipschitz.singular_value_solver import Solver, member_seeds
 from howsmooth.lipschitz_estimate import FIELDS, LipschitzEstimate, LipschitzEstimates
 from howsmooth.memory import memory_budget
 from howsmooth.threads import with_fastest_threads
+from howsmooth.words import function_name
 
 __all__ = ["local_lipschitz"]
 
@@ -161,7 +162,7 @@ def local_lipschitz(
         rows_are_tokens=clear,
     )
     found = _by_sequence(parts, [len(one) for one in members]) if lead is None else _by_batch(parts, lead)
-    words = f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__)
+    words = f.describe() if isinstance(f, TokenMap) else function_name(f)
     if isinstance(x, AbstractMeasure):
         words += f", at a measure of {len(members[0])} atoms"
     kind = LipschitzEstimates if lead is None else LipschitzEstimate

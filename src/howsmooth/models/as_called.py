@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from howsmooth.errors import CaptureError
+from howsmooth.models.finite_weights import naming_weights
 from howsmooth.models.float32_weights import HALF
 from howsmooth.models.inputs.model_inputs import model_inputs
 from howsmooth.models.measurement_mode import configs, measurement_mode, quiet
@@ -47,10 +48,10 @@ def as_called(
     ``training``, training mode is not compared. If a run shows what the layers ``wanted`` do as they are
     measured, it is the ``record`` of the call. An ArgumentError is raised for a model or an input of a kind
     that is not measured, and a CaptureError if the outputs differ by more than rounding, or in training mode
-    by more than random numbers.
+    by more than random numbers. A weight that is not finite is named by the errors that it causes.
     """
     given = _compared(model_inputs(model, inputs), wanted, training)
-    with measurement_mode(model):
+    with measurement_mode(model), naming_weights(given.model):
         yield given
 
 

@@ -18,10 +18,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from howsmooth.errors import ArgumentError, CaptureError, DerivativeError, HowsmoothError, reason
+from howsmooth.errors import (
+    ArgumentError,
+    CaptureError,
+    DerivativeError,
+    HowsmoothError,
+    NonFiniteError,
+    reason,
+)
 from howsmooth.functional import register
 from howsmooth.jacobian.autodiff import AutodiffJacobian, moved_by_rounding
 from howsmooth.models.captured_layer import Site
+from howsmooth.models.finite_weights import naming_weights
 from howsmooth.models.float32_weights import computing_dtype, device_of
 from howsmooth.models.identification.model_part_map import (
     ModelMap,
@@ -311,6 +319,10 @@ class ModelParts:
             idle.append(encoder.module)
             begins = replace(start, call=0)
         runs = [_Run(one, start, end, before) for one in self.given]
+        if not bool(output.of(runs[0].returned).isfinite().all()):
+            with naming_weights(self.model):
+                got, remedy = f"NaN or infinity from {end}", "Check the inputs."
+                raise NonFiniteError("inputs", expected="finite outputs", got=got, remedy=remedy)
         self._check_cut(runs[0], output)
         x = torch.stack([one.tokens for one in runs])
         answers: dict[str, list[Any]] = {}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, ClassVar
 
 import pandas as pd
 from torch import Tensor
 
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, similar_name
 from howsmooth.lipschitz import local_lipschitz
 from howsmooth.printed_table import PrintedTable
 from howsmooth.results.curves import SOLID, Curve, Panel, add_legend, draw
@@ -38,8 +39,13 @@ class LengthGrowth(Result):
         fit = self.exponent
         found = f"exponent {decimal(fit.slope, 3)} in {fit.ends()} at 95 % confidence ({fit.interval})"
         found = f"no exponent: {fit.note}" if fit.note else found
-        found += f", {counted(fit.n_points, 'constant')} at n = {fit.n_min} to {fit.n_max}"
-        found += f", {fit.left_out} left out" if fit.left_out else ""
+        if fit.n_points:
+            found += f", {counted(fit.n_points, 'constant')} at n = {fit.n_min} to {fit.n_max}"
+        if fit.left_out:
+            missed = int((~self.table["converged"]).sum())
+            why = f"{missed} not converged: take float64, more max_iterations or a larger rtol" * (missed > 0)
+            zeros = f"{fit.left_out - missed} of value 0" * (fit.left_out > missed)
+            found += f", {fit.left_out} left out ({'; '.join(filter(None, (why, zeros)))})"
         return f"LengthGrowth({found}; {self.table['scope'].iloc[0]}; {self.table['method'].iloc[0]})"
 
     @styled
@@ -56,7 +62,12 @@ class LengthGrowth(Result):
     def _in_latex(self) -> tuple[pd.DataFrame, str]:
         fit = self.exponent
         row = {"map": self.table["scope"].iloc[0], "exponent": fit.slope, "lower": fit.low, "upper": fit.high}
-        row |= {"constants": fit.n_points, "n from": fit.n_min, "n to": fit.n_max, "left out": fit.left_out}
+        row |= {
+            "constants": fit.n_points,
+            "n from": fit.n_min or None,
+            "n to": fit.n_max or None,
+            "left out": fit.left_out,
+        }
         return pd.DataFrame([row]), "Exponent of the constant in the length n, with a 95 % interval"
 
 
@@ -70,6 +81,12 @@ def growth(f: Callable[[Tensor], Tensor], inputs: Sequence[Tensor], **options: A
     if not xs or not all(isinstance(x, Tensor) and x.ndim in (2, 3) for x in xs):
         got = f"{[tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in xs] or type(inputs)}"
         raise ArgumentError("inputs", expected="a list of tensors (n, d) or (b, n, d)", got=got)
+    known = [p.name for p in signature(local_lipschitz).parameters.values() if p.kind == p.KEYWORD_ONLY]
+    known.remove("batch_dims")  # the inputs have the batch
+    for name in options:
+        if name not in known:
+            expected, remedy = f"no option but {', '.join(known)}", similar_name(name, known)
+            raise ArgumentError(name, expected=expected, got=repr(options[name]), remedy=remedy)
     tables = []
     for x in inputs:
         table = local_lipschitz(f, x, batch_dims=x.ndim - 2, **options).table

@@ -37,9 +37,11 @@ from howsmooth.words import readable, visible_token
 __all__ = ["PredictionStability", "prediction_stability"]
 
 _NOT_PROVED = "more than a norm layer and a linear output layer follows the last block"
+_TOO_SURE = "the constants are below the numbers of the precision, so sure is the prediction"
 _SHOWN, _LEVELS = 10, 9  # rows that are printed, and shades of a highlighted token
-# Other tokens that are compared; steps of an attack, the most by which one grows, and its excess of size.
-_RIVALS, _STEPS, _GROWTH, _EXCESS = 3, 16, 1.2, 1 + 1e-4
+# Other tokens that are compared; steps of an attack, the most by which one grows, its excess of size, and the
+# size from which it starts at most, in norms of the token.
+_RIVALS, _STEPS, _GROWTH, _EXCESS, _FAR = 3, 16, 1.2, 1 + 1e-4, 16.0
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -57,6 +59,7 @@ class PredictionStability(model_input.InputResult):
     #: ``token`` if the texts are known; ``value``, ``lower``, ``upper`` and ``converged``, the constant of
     #: the map from the stream to p in the metric of KL; ``predicted``, the size √(2ε) / value of a change
     #: with KL = ε to second order; ``attack``, the size of the smallest change found with KL >= ε;
+    #: ``agrees``, whether they differ at most by a factor of two: else second order does not hold there;
     #: ``first_order``, the smallest distance, to first order (no bound), at which one of the next three
     #: tokens is the most likely one, and ``rival``, its id. After the last block also two proved radii, NaN
     #: elsewhere: ``radius``, where KL <= ε, and ``answer_radius``, where the most likely token stays.
@@ -92,7 +95,7 @@ class PredictionStability(model_input.InputResult):
 
     def _body(self, images: Mapping[str, str], most: int) -> list[str]:
         body, least = [parts().words(self.statement, "lead")], float(self.table["predicted"].min())
-        for layer, rows in self.table.groupby("layer") if self.words else ():
+        for layer, rows in self.table.groupby("layer") if self.words and least > 0 else ():
             sizes = zip(rows["token"], rows["predicted"], strict=True)
             spans = [(round(_LEVELS * least / size), visible_token(w), f"{size:.3g}") for w, size in sizes]
             said = f"After block {layer}: the darker a token, the smaller the size that is predicted."
@@ -102,9 +105,14 @@ class PredictionStability(model_input.InputResult):
 
 def _in_words(row: Mapping[str, Any]) -> str:
     place = f"token {row['position']}" + (f" {readable(row['token'])!r}" if "token" in row else "")
-    value = in_interval(row["value"], row["lower"], row["upper"], converged=row["converged"])
-    said = f"block {row['layer']}, {place}: {value}; predicted {row['predicted']:.4g}, attack "
-    said += limit_in_digits(row["attack"], 4, upper=True).replace("inf", "none")
+    said = f"block {row['layer']}, {place}: "
+    if row["value"] is None:
+        said += f"first order {row['first_order']:.4g}"
+    else:
+        value = in_interval(row["value"], row["lower"], row["upper"], converged=row["converged"])
+        holds = "" if row["agrees"] else " (second order does not hold)"
+        attack = limit_in_digits(row["attack"], 4, upper=True).replace("inf", "none")
+        said += f"{value}; predicted {row['predicted']:.4g}{holds}, attack {attack}"
     radius = "" if row["radius"] is None else limit_in_digits(row["radius"], 4, upper=False)
     return f"{said}, proved {radius}" if radius else said
 
@@ -141,7 +149,8 @@ def prediction_stability(
         The blocks whose outputs move, and the tokens, each alone: a number, a range such as ``"1:3"`` (both
         ends included), a list of these, or "all". By default all blocks, and the token of ``at``.
     at, epsilon
-        The position whose next token is predicted, by default the last; and the divergence ε in nats.
+        The position whose logits predict, by default the last: the next token, or in a masked language model
+        its own; and the divergence ε in nats.
     rtol, confidence, max_iterations, seed
         As for :func:`howsmooth.local_lipschitz`.
     on_token
@@ -150,7 +159,7 @@ def prediction_stability(
     Raises
     ------
     ArgumentError, CaptureError, ModelError
-        As for :func:`howsmooth.profile`; also if it has no logits over a vocabulary, or is too sure of one.
+        As for :func:`howsmooth.profile`; also if it has no logits over a vocabulary.
 
     """
     epsilon = check_number("epsilon", epsilon)
@@ -174,6 +183,11 @@ def prediction_stability(
                 row["radius"], row["answer_radius"] = proved or (math.nan, math.nan)
                 rows.append({"layer": layer, "position": token, **row})
         told(len(rows), len(rows))
+        causal = all(layer.causal for layer in whole.layers)
+    if len(rest.x) == 1:  # no mask shows it
+        causal = getattr(given.module, "can_generate", lambda: False)()
+    refused = [_NOT_PROVED] if radii is None and stages[-1] == len(blocks) - 1 else []
+    refused += [_TOO_SURE] if rest.sure else []
     own: Any = tokenizer or getattr(given.model, "tokenizer", None)
     answer = (own if isinstance(own, Tokenizer) else Tokenizer(own)).decoded([int(rest.p.argmax())])[0]
     table, words = PrintedTable(rows), tuple(given.words or ())
@@ -182,12 +196,13 @@ def prediction_stability(
     return PredictionStability(
         **origin,
         table=table,
-        statement=f"After token {rest.at}, {of} predicts {readable(answer)!r}, p = {rest.p.max():.3g}. "
-        f"Predicted: the size of a change with KL = {epsilon:g} to second order; attack: the smallest found.",
+        statement=f"{'After' if causal else 'At'} token {rest.at}, {of} predicts {readable(answer)!r}, "
+        f"p = {rest.p.max():.3g}. Predicted: the size of a change with KL = {epsilon:g} to second order; "
+        "attack: the smallest found.",
         n=len(rest.x),
         confidence=confidence,
         words=words,
-        refused=(_NOT_PROVED,) if radii is None and stages[-1] == len(blocks) - 1 else (),
+        refused=tuple(refused),
     )
 
 
@@ -204,11 +219,9 @@ class _Rest:
             raise ArgumentError("model", expected="one with logits over a vocabulary", got=found.describe())
         self.log_p = self.moved(0, self.x[:1]).double().log_softmax(0)
         self.p = self.log_p.exp()
-        others, eps = float(self.p.sort().values[:-1].sum()), torch.finfo(self.x.dtype).eps
-        if others < eps:
-            remedy = "Load the model in float64." if eps > 1e-15 else "Choose another position."
-            expected = f"a prediction whose other tokens have a probability of {eps:.1e} in all"
-            raise ArgumentError("at", expected=expected, got=f"{others:.1e}", remedy=remedy)
+        others, finfo = self.log_p.sort().values[:-1].logsumexp(0).item(), torch.finfo(self.x.dtype)
+        # The squares of the constants, which are of the size of p, must not vanish in the rounding.
+        self.sure = others < math.log(finfo.tiny / finfo.eps)
 
     def moved(self, token: int, y: Float[Tensor, "1 d"]) -> Float[Tensor, " vocabulary"]:
         """Return the logits if a token of the stream is replaced."""
@@ -218,17 +231,21 @@ class _Rest:
     @torch.enable_grad()
     def measured(self, token: int, epsilon: float, **how: Any) -> dict[str, Any]:
         """Return the row of the table of one token, without what is proved."""
-        x, p = self.x[token : token + 1], self.p.to(self.x.dtype)
+        x, row = self.x[token : token + 1], dict.fromkeys(("value", "lower", "upper"), math.nan)
+        row |= {"converged": False, "predicted": math.nan, "attack": math.nan, "agrees": False}
+        p, roots, best = self.p.to(x.dtype), (self.log_p / 2).exp().to(x.dtype), int(self.p.argmax())
 
         def fisher(y: Tensor) -> Tensor:
             z = self.moved(token, y)
-            return p.sqrt() * (z - p @ z)
+            z = z - z[best]  # so that nothing is lost if the prediction is sure
+            return roots * (z - p @ z)
 
-        found = local_lipschitz(fisher, x, batch_dims=0, **how)
-        (row,) = plain_rows(found.table[["value", "lower", "upper", "converged"]])
-        size = math.sqrt(2 * epsilon) / row["value"] if row["value"] else math.inf
-        both = (self.attack(token, sign * found.input_direction, size, epsilon) for sign in (1, -1))
-        row |= {"predicted": size, "attack": min(both)}
+        if not self.sure:
+            found = local_lipschitz(fisher, x, batch_dims=0, **how)
+            (row,) = plain_rows(found.table[["value", "lower", "upper", "converged"]])
+            size = math.sqrt(2 * epsilon) / row["value"] if row["value"] else math.inf
+            attack = min(self.attack(token, s * found.input_direction, size, epsilon) for s in (1, -1))
+            row |= {"predicted": size, "attack": attack, "agrees": attack / 2 <= size <= 2 * attack}
         y = x.clone().requires_grad_()
         z = self.moved(token, y)
         top, *others = z.topk(min(1 + _RIVALS, len(z))).indices.tolist()
@@ -239,8 +256,9 @@ class _Rest:
 
     def attack(self, token: int, direction: Float[Tensor, "1 d"], size: float, epsilon: float) -> float:
         """Turn a change towards the gradient of KL and scale it; return the smallest size with KL >= ε."""
-        best = math.inf
-        for _ in range(_STEPS if math.isfinite(size) else 0):
+        best, steps = math.inf, _STEPS if math.isfinite(size) else 0
+        size = min(size, _FAR * self.x[token].norm().item())
+        for _ in range(steps):
             renew_threads()
             change = (size * direction).requires_grad_()
             log_q = self.moved(token, self.x[token : token + 1] + change).double().log_softmax(0)

@@ -6,19 +6,20 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import pandas as pd
 from torch import Tensor, nn
 
 from howsmooth.bounds.radius import RobustRadius
 from howsmooth.bounds.radius.robust_radius import NetworkAtInput
-from howsmooth.errors import ArgumentError
+from howsmooth.errors import ArgumentError, reason
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling import model_input
 from howsmooth.profiling.model_input import InputResult, Inputs, Model
@@ -331,17 +332,28 @@ def _row(found: RobustRadius, position: int | None) -> dict[str, Any]:
     return row | {"lost_at": max(found.losses, key=found.losses.__getitem__), "seconds": found.seconds}
 
 
+@contextmanager
+def _opened(file: Path) -> Iterator[IO[str]]:
+    """Open a file of rows to read and to add; an OSError becomes an ArgumentError that names the argument."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a+", encoding="utf-8") as lines:
+            yield lines
+    except OSError as error:
+        expected, got = "a file of JSON lines that can be read and written", f"{file} ({reason(error)})"
+        raise ArgumentError("file", expected=expected, got=got) from error
+
+
 def kept_rows(file: Path | None, key: str) -> list[dict[str, Any]]:
     """Read the rows with the given key from a file."""
     rows = []
-    if file is not None and file.is_dir():
-        raise ArgumentError("file", expected="a file of JSON lines", got=f"the folder {file}")
-    lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
-    for line in lines:
-        with suppress(ValueError):  # a line that was cut when the program was killed
-            row = json.loads(line)
-            if row.pop("key") == key:
-                rows.append(row)
+    with _opened(file) if file is not None else nullcontext(StringIO()) as lines:
+        lines.seek(0)
+        for line in lines:
+            with suppress(ValueError):  # a line that was cut when the program was killed
+                row = json.loads(line)
+                if row.pop("key") == key:
+                    rows.append(row)
     return rows
 
 
@@ -358,6 +370,5 @@ def row_of(file: Path | None, content: list[Any], compute: Callable[[], dict[str
 def keep_row(file: Path | None, key: str, row: Mapping[str, Any]) -> None:
     """Add a finished row to a file under a key."""
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as lines:
+        with _opened(file) as lines:
             lines.write(f"\n{json.dumps({'key': key, **row})}\n")

@@ -136,8 +136,10 @@ def compared(self: Any, other: Any) -> ProfileComparison:
     layers, heads or scopes.
     """
     if type(other) is not type(self) or other.input.split()[-1] != self.input.split()[-1]:
-        got = getattr(other, "input", type(other).__name__)
-        raise ArgumentError("other", expected=f"a profile of {self.input}", got=got)
+        got, ids = getattr(other, "input", type(other).__name__), "the ids" in self.input
+        remedy = "If both are of one text, the tokenizers differ: give both models the same ids in Python."
+        remedy = remedy if ids and type(other) is type(self) else ""
+        raise ArgumentError("other", expected=f"a profile of {self.input}", got=got, remedy=remedy)
     tables = [getattr(one, "each", one.table.assign(text=0)) for one in (self, other)]
     (a, low, high, sure), (b, below, above, also_sure) = (
         [_by_text(one, column) for column in ("value", "lower", "upper", "converged")] for one in tables

@@ -5,6 +5,8 @@ results that contain such a measurement.
 from __future__ import annotations
 
 import operator
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -30,7 +32,7 @@ from howsmooth.models.capture import model_parts, module_of
 from howsmooth.models.identification.model_part_map import ModelMap
 from howsmooth.printed_table import PrintedTable
 from howsmooth.profiling.leaked_tokens import Leaks, forbidden
-from howsmooth.profiling.model_input import InputResult, shown_progress
+from howsmooth.profiling.model_input import InputResult, given_inputs, loaded_if_named, shown_progress
 from howsmooth.results.drawing import Figure, add_colourbar, logarithmic, new_figure, styled
 from howsmooth.results.heatmaps import Cells
 from howsmooth.results.page import parts
@@ -38,8 +40,9 @@ from howsmooth.results.result import Result
 from howsmooth.rounding import interval_in_digits
 from howsmooth.study.plans import INFLUENCE_RTOL, Plan
 from howsmooth.study.records import plain_rows
+from howsmooth.texts import Text
 from howsmooth.threads import with_fastest_threads
-from howsmooth.words import counted, readable
+from howsmooth.words import counted, function_name, readable
 
 __all__ = ["Influence", "ResultWithInfluence", "as_last_step", "influence", "influence_at"]
 
@@ -252,7 +255,7 @@ def as_last_step(
 @with_fastest_threads
 def influence(
     f: Any,
-    x: Tensor | Mapping[str, Any] | None = None,
+    x: Tensor | Mapping[str, Any] | str | Text | None = None,
     *,
     outputs: int | slice | Iterable[int] | None = None,
     rtol: float = INFLUENCE_RTOL,
@@ -275,10 +278,10 @@ def influence(
     f
         A captured site of one sequence; a map of this library; any differentiable PyTorch map of tokens
         (n, d) to tokens (n_out, d_out), or to one vector (d_out,), such as the logits at the last token; or
-        a model, which is taken from its embeddings to its last hidden state.
+        a model or its name, which is taken from its embeddings to its last hidden state.
     x
-        Tokens (n, d) or (1, n, d), float32 or float64; None for the tokens of a site; for a model one
-        sequence of token ids (1, n), or a dict of inputs, whose padding stays.
+        Tokens (n, d) or (1, n, d), float32 or float64; None for the tokens of a site; for a model a
+        text, one sequence of token ids (1, n), or a dict of inputs, whose padding stays.
     outputs
         Which output tokens i are measured, counted from 0 or, if negative, from the end; all by default.
     rtol
@@ -307,6 +310,10 @@ def influence(
     Documentation page "Influence: the blocks of the Jacobian".
 
     """
+    words: Sequence[str] | None = None
+    if isinstance(f, str | os.PathLike) or isinstance(x, str | Text):
+        of_model = given_inputs(loaded_if_named(f), x, None, None, longest=sys.maxsize)
+        f, x, words = of_model.model, of_model.inputs, of_model.words
     f, given = _map_and_tokens(f, x)
     check_arguments(f, given, rtol, confidence, max_iterations)
     x = _one_sequence(given).detach()
@@ -339,10 +346,11 @@ def influence(
         token_wise=token_wise_lipschitz(f, x, jacobian, norms, rows, rtol=min(rtol, 1e-3), seed=seed),
         confidence=confidence,
         method="closed form" if closed else "autodiff",
-        scope=f.describe() if isinstance(f, TokenMap) else getattr(f, "__name__", type(f).__name__),
+        scope=f.describe() if isinstance(f, TokenMap) else function_name(f),
         rtol=rtol,
         seed=seed,
         token_outputs=len(shape) == 2 and shape[0] == len(x),
+        words=tuple(words or ()),
     )
 
 
@@ -355,7 +363,7 @@ def influence_at(
     return replace(found, words=known, place=place, output=output)
 
 
-def _map_and_tokens(f: Any, x: Tensor | Mapping[str, Any] | None) -> tuple[Any, Any]:
+def _map_and_tokens(f: Any, x: Any) -> tuple[Any, Any]:
     if not isinstance(f, TokenMap) and isinstance(f, SiteLike):
         return f.map, f.x if x is None else x
     if isinstance(x, Mapping) or (isinstance(x, Tensor) and not x.is_floating_point()):

@@ -8,7 +8,7 @@ cross-attention may have as many keys as queries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from howsmooth.errors import CaptureError, HowsmoothError, NonFiniteError
+from howsmooth.models.finite_weights import naming_weights
 from howsmooth.models.tracing.attention_hooks import intercept_softmaxes
 from howsmooth.models.tracing.attention_recorder import AttentionLayer, TracedLayer
 from howsmooth.models.tracing.mask_and_bias import split_mask
@@ -33,6 +34,7 @@ __all__ = [
 
 #: The operands of a softmax that come from the tokens of the queries, and from the memory.
 QUERIES, MEMORY = {"queries"}, {"keys", "values"}
+_EVERY = QUERIES | MEMORY
 # Largest norm of a moved token, relative to the largest norm of a token; below one, to allow for rounding.
 _WITHIN = 0.9
 
@@ -71,26 +73,60 @@ def find_self_attention(traced_layer: TracedLayer) -> SelfAttentionModule:
     tokens.
     """
     layer, reasons = traced_layer.layer, list[str]()
-    partly = mixed = False
+    tries = list[SelfAttentionModule]()
     for tried in tried_arguments(traced_layer, reasons):
         check_finite_outputs(layer, tried.alone.x, tried.softmaxes)
-        if all(m == {*QUERIES, *MEMORY} for m in tried.moved):
-            _refuse_chosen_masks(traced_layer, tried)
-            return replace(tried, obstacle=obstacle_of(tried.layer, tried.softmaxes, tried.after))
-        partly = partly or any(tried.moved)
-        mixed = mixed or {*QUERIES, *MEMORY} in tried.moved
-    if mixed:
+        tries.append(tried)
+        if all(m == _EVERY for m in tried.moved):
+            found: SelfAttentionModule | None = tried
+            break
+    else:
+        found = _with_still_operands(tries)
+    if found is not None:
+        _refuse_chosen_masks(traced_layer, found)
+        return replace(found, obstacle=obstacle_of(found.layer, found.softmaxes, found.after))
+    if any(_EVERY in tried.moved for tried in tries):
         raise CrossAttention(
             f"{layer} mixes two streams of tokens (cross-attention between them): one of its softmaxes takes "
             "queries, keys and values from the one, another from both, which is not captured."
         )
-    if partly:
+    if any(any(tried.moved) for tried in tries):
         raise CrossAttention(
             f"{layer} is cross-attention: no single argument of it, or of the modules around it up to its "
             "layer, gives queries, keys and values alike. Capture it with scope 'cross-attention'."
         )
     reasons = reasons or ["none of its arguments holds tokens (..., n, d) that a matrix of it acts on"]
     raise CaptureError(f"{layer} cannot be run by itself: {'; '.join(dict.fromkeys(reasons))[:300]}.")
+
+
+def _with_still_operands(tries: Sequence[SelfAttentionModule]) -> SelfAttentionModule | None:
+    """Return the module whose tokens change all operands but those that no tokens change, such as values of
+    zero weights; None if there is none. Raise CaptureError if it may as well be one of cross-attention.
+    """
+    softmaxes = tries[0].softmaxes if tries else []
+    square = (a.output is not None and a.output.shape[-2] == a.value.shape[-2] for a in softmaxes)
+    if not tries or not all(square):
+        return None
+
+    def fits(tried: SelfAttentionModule, i: int) -> bool:
+        # Tokens or their positions change both queries and keys; what changes one of both may be a sequence.
+        others = [one for one in tries if one is not tried and not _of_both(one.moved[i])]
+        still, own = _EVERY.difference(*(one.moved[i] for one in others)), tried.moved[i]
+        return own | still == _EVERY and (_of_both(own) or all(one.call is not tried.call for one in others))
+
+    for tried in tries:
+        if all(fits(tried, i) for i in range(len(softmaxes))):
+            return tried
+    if still := _EVERY.difference(*(m for tried in tries for m in tried.moved)):
+        raise CaptureError(
+            f"{tries[0].layer} may be self-attention or cross-attention: no tokens change its "
+            f"{' and '.join(sorted(still))}, as with weights that are zero."
+        )
+    return None
+
+
+def _of_both(moved: set[str]) -> bool:
+    return bool(moved & QUERIES and moved & MEMORY)
 
 
 def tried_arguments(traced_layer: TracedLayer, reasons: list[str]) -> Iterator[SelfAttentionModule]:
@@ -305,7 +341,8 @@ def _refuse_sparsity(layer: AttentionLayer, a: SoftmaxCall, b: SoftmaxCall) -> N
 def errors_of(layer: AttentionLayer) -> Iterator[None]:
     """Return a context manager that turns errors of a layer's own code into CaptureErrors."""
     try:
-        yield
+        with naming_weights(layer.module, layer.name):
+            yield
     except HowsmoothError:
         raise
     except Exception as error:
