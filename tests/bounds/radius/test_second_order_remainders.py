@@ -29,7 +29,7 @@ from howsmooth.bounds.radius.second_order_remainders import (
     AttentionRemainder,
     FeedForwardRemainder,
     GatedFeedForwardRemainder,
-    Moments,
+    PathMoments,
     cosine_beyond,
     inverse_length,
 )
@@ -425,7 +425,7 @@ def test_what_an_output_leaves_out_along_a_line_is_bounded_and_nearly_attained(
         def sd(x: Tensor, P: Tensor = P) -> Tensor:
             return (P @ (x - P @ x).square()).sqrt()
 
-        bounds = Moments(sd(t)[None, None], t.abs().max()[None, None]).rest(order)
+        bounds = PathMoments(sd(t)[None, None], t.abs().max()[None, None]).rest(order)
         for which, (start, change) in enumerate(((v, 0 * v), (0 * v, dv))):
             derivative = lambda s, P=P, t=t, start=start, change=change: (  # noqa: E731
                 torch.softmax(P.log() + s * t, 0) @ (start + s * change)

@@ -55,7 +55,7 @@ _SHORTEST = 1e-6
 
 __all__ = [
     "NEARLY_ONE", "AttentionErrors", "AttentionRemainder", "FeedForwardRemainder",
-    "GatedFeedForwardRemainder", "Left", "Moments", "Moved", "NormRemainder", "Remainder",
+    "GatedFeedForwardRemainder", "Left", "PathMoments", "Moved", "NormRemainder", "Remainder",
     "TokenwiseRemainder", "Truncated", "centred_values", "cosine_beyond", "gated_rest", "inverse_length",
     "mean_square", "neuron_bounds", "remainder_of", "spread_shape",
 ]  # fmt: skip
@@ -448,7 +448,7 @@ class AttentionRemainder(Remainder):
         t = linear + bilinear
         each = epsilon * self.score + of.score + dq[..., None] * (each_key[:, None] + mean_key[..., None])
         tau = torch.where(self.seen, each, 0.0).amax(2)
-        moments = Moments(t, tau)
+        moments = PathMoments(t, tau)
         of_v, of_dv = moments.rest(2)
         dv = ellipsoid_sum(epsilon**2 * self.value, of.value)
         shape = ellipsoid_sum(
@@ -464,7 +464,7 @@ class AttentionRemainder(Remainder):
         return Left(ellipsoid_sum(*shape), margin.sum())
 
 
-class Moments:
+class PathMoments:
     """Bounds on what one attention output leaves out as its scores and values change along a line.
 
     The path is h(s) = E_{P_s}[v + s dv], bounded from deviations under the attention weights P. The scores

@@ -31,7 +31,7 @@ from howsmooth.bounds.radius.second_order_remainders import (
     AttentionRemainder,
     GatedFeedForwardRemainder,
     Left,
-    Moments,
+    PathMoments,
     Moved,
     NormRemainder,
     Remainder,
@@ -305,7 +305,7 @@ class CubicAttention(AttentionRemainder):
         known = ellipsoid_sum(*known, epsilon**6 * self.third)
         if self.crossed is not None:
             known = ellipsoid_sum(known, *self.crossed(epsilon, errors))
-        rough_v, rough_dv = Moments(linear + c, tau).rest(3)
+        rough_v, rough_dv = PathMoments(linear + c, tau).rest(3)
         # Only the input of the network has such rows: without forms and errors, values change by v₁ alone.
         rough = ellipsoid_sum(
             spread_shape(self.spread, longer + each_linear * c + largest_c * c / 2 + rough_v),
@@ -338,7 +338,7 @@ class CubicAttention(AttentionRemainder):
 
         (sd, each), (sd_c, each_c) = linear, c
         largest, largest_c = (torch.where(self.seen, every, 0.0).amax(2) for every in (each, each_c))
-        of_v, of_dv = Moments(sd + sd_c, tau).rest(4)
+        of_v, of_dv = PathMoments(sd + sd_c, tau).rest(4)
         # κ(v, t, t, t) − κ(v, ℓ, ℓ, ℓ) is 3 ∫ κ(v, c, u, u) dλ, u = ℓ + λ c; |u² − Var u| ≤ max(u², Var u).
         cuu = mean_of_squares(*(torch.maximum(a, b[..., None]) for a, b in ((each, sd), (each_c, sd_c))))
         cuu = at_most(sd_c * mean_of_squares(largest, largest_c), each_c * cuu)
