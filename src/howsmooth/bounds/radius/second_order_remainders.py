@@ -54,10 +54,26 @@ _PANELS = 32
 _SHORTEST = 1e-6
 
 __all__ = [
-    "NEARLY_ONE", "AttentionErrors", "AttentionRemainder", "FeedForwardRemainder",
-    "GatedFeedForwardRemainder", "Left", "PathMoments", "Moved", "NormRemainder", "Remainder",
-    "TokenwiseRemainder", "Truncated", "centred_values", "cosine_beyond", "gated_rest", "inverse_length",
-    "mean_square", "neuron_bounds", "remainder_of", "spread_shape",
+    "NEARLY_ONE",
+    "AttentionErrors",
+    "AttentionRemainder",
+    "FeedForwardRemainder",
+    "GatedFeedForwardRemainder",
+    "Left",
+    "Moved",
+    "NormRemainder",
+    "PathMoments",
+    "Remainder",
+    "TokenwiseRemainder",
+    "Truncated",
+    "centred_values",
+    "cosine_beyond",
+    "gated_rest",
+    "inverse_length",
+    "mean_square",
+    "neuron_bounds",
+    "remainder_of",
+    "spread_shape",
 ]  # fmt: skip
 
 
@@ -285,6 +301,7 @@ class Truncated:
     ) -> None:
         """With ``cubic``, the cubes of the linear changes are known, and so is the fourth order."""
         linear, y, width = (found.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt() for found in changes)
+        width = torch.minimum(width, linear + y)
         size, relative = activation.rests(z, width)
         bend, twist, fourth = (upper(activation.derivative(order, z).abs()) for order in (2, 3, 4))
         square, cube = bend * y**2 / 2, twist * width**3 / 6
@@ -388,15 +405,16 @@ class AttentionErrors:
         query = half_widths(rows, self.by_query)
         deviation = mean_square(P, key) + mean_square(P, query)  # a second moment is at least a variance
         key = key + torch.einsum("hij,hij->hi", P, key)[..., None]
-        value = half_widths(errors, self.by_value[:, None]).mT
+        pulled = half_widths(errors, self.by_value[:, None]).mT
+        value = mixture(P, ellipsoid_image(attention.value_weight[:, None], errors))
         return Reached(
             query=radii(rows, attention.query_maps()),
             each_key=each_key,
             key=mean_square(P, each_key),
             score=key + query,
             score_deviation=deviation,
-            pulled=mean_square(P, value),
-            value=mixture(P, ellipsoid_image(self.out[:, None], errors)),
+            pulled=mean_square(P, pulled),
+            value=ellipsoid_image(attention.output[:, None], value),
         )
 
 

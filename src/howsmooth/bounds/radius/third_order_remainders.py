@@ -10,8 +10,9 @@ Proofs: documentation page "A proved radius for a whole network".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,9 +32,9 @@ from howsmooth.bounds.radius.second_order_remainders import (
     AttentionRemainder,
     GatedFeedForwardRemainder,
     Left,
-    PathMoments,
     Moved,
     NormRemainder,
+    PathMoments,
     Remainder,
     TokenwiseRemainder,
     Truncated,
@@ -54,8 +55,8 @@ from howsmooth.rounding.rounded_tensor import exact, plain
 _OUTPUTS = 16
 # An ellipsoid has the form of an earlier one if this factor encloses it in that, taken to the same trace.
 _UNEVEN = 1.15
-# The least eigenvalue of an ellipsoid that is taken, as a share of the largest.
-_FLOOR = 1e-6
+# The least eigenvalue of an ellipsoid that is taken: a share of the largest, and that of a point.
+_FLOOR, _LEAST = 1e-6, 1e-200
 
 __all__ = [
     "CubicAttention", "CubicFeedForward", "CubicGatedFeedForward", "CubicNorm", "Expansion",
@@ -137,13 +138,12 @@ class CubicFeedForward(Remainder):
         self.bend, self.twist = layer.activation.derivative(2, self.z), layer.activation.derivative(3, self.z)
         self.adjoint = adjoint = at.adjoint @ layer.down
         self.cubic = at.u.new_zeros(pairs.k, len(pairs.i))
-        forms, mixed = [], []
+        mixed = []
         self.squared = enclosing(ellipsoid_image(layer.up, gram(at.forms / 2)))
         bent = scaled(self.bend, self.squared)
         for j, Q in enumerate(at.forms):
             at.check()
-            squares, own = pairs.square(K[j]), layer.up @ Q / 2
-            forms.append(each_form_norm(own, pairs))
+            squares = pairs.square(K[j])
             # The Gram matrix of φ'' W₁Q/2 + φ'''/6 (K δ)², term by term. The inner products of packed squares
             # are squares.
             bend, twist = self.bend[j, :, None], (self.twist[j] / 6)[:, None]
@@ -152,7 +152,6 @@ class CubicFeedForward(Remainder):
             both = twist * (product_of_rows * product_of_rows) * twist.mT
             mixed.append(enclosing(crossed + crossed.mT + both + bent[j]))
             self.cubic += (K[j] * (adjoint[j] * self.twist[j] / 6)[:, None]).T @ squares
-        self.forms = torch.stack(forms)
         self.third = ellipsoid_image(layer.down, product(self.linear, torch.stack(mixed)))
 
     def _left(self, epsilon: float, errors: Tensor) -> Left:
@@ -257,7 +256,8 @@ class CubicAttention(AttentionRemainder):
         both = curved + bilinear
         self.form_deviation = form_norm(root[..., None] * both, pairs)
         self.form = each_form_norm(both, pairs)
-        self.value_form = mixture(P, ellipsoid_image(self.errors.out[:, None], gram(at.forms / 2)))
+        bent = mixture(P, ellipsoid_image(attention.value_weight[:, None], gram(at.forms / 2)))
+        self.value_form = ellipsoid_image(attention.output[:, None], bent)
         w = self.errors.by_head
         c = own.centred(w @ own.v.mT)
         dc = own.centred(torch.einsum("hie,hjek->hijk", w, dv))
@@ -357,7 +357,7 @@ class _Crossed:
 
     def __init__(self, tensors: _Tensors) -> None:
         self.tensors = tensors
-        self._root: Tensor | None = None
+        self._taken: _Root | None = None
 
     def __call__(self, epsilon: float, errors: Tensor) -> list[Tensor]:
         """Return ellipsoids (rows, d_out, d_out) for tokens with errors in ellipsoids (n, d, d)."""
@@ -365,30 +365,48 @@ class _Crossed:
         if not bool(errors.isfinite().all()):
             return [errors.new_full((rows, size, size), torch.inf)]
         traces = errors.diagonal(dim1=1, dim2=2).sum(1)
-        if self._root is None or bool((self._squares(errors) * self._size > _UNEVEN * traces).any()):
-            self._take(errors)
-        squares = self._squares(errors)
-        beside = self._beside * (self._slack * traces.sqrt())[:, None]  # of x − B C x
-        apart = (epsilon**2 * squares)[:, None, None, None] * self._shapes
+        taken = self._taken
+        if taken is None or bool((taken.squares(errors) > _UNEVEN * taken.share * traces).any()):
+            self._taken = None  # the memory is used again
+            self._taken = taken = self._take(errors, traces)
+        beside = taken.lengths * (taken.slack * traces.sqrt())[:, None]  # of x − B C x
+        apart = (epsilon**2 * taken.squares(errors))[:, None, None, None] * taken.shapes
         return [*apart, balls(epsilon * beside.sum(0), size)]
 
-    def _squares(self, errors: Tensor) -> Tensor:
-        """Bound |z|², z = C x: the largest eigenvalue of C U Cᵀ, a mean and what differs from it."""
-        images = ellipsoid_image(self._inverse, errors)
-        mean = images.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-        apart = images - mean * torch.eye(images.shape[1], dtype=images.dtype)
-        return mean[:, 0, 0] + largest_eigenvalues_by_squaring(apart)
-
-    def _take(self, errors: Tensor) -> None:
+    def _take(self, errors: Tensor, traces: Tensor) -> _Root:
         values, vectors = torch.linalg.eigh((errors + errors.mT) / 2)
-        values = values.clamp_min(0) + _FLOOR * values[:, -1:].clamp_min(_FLOOR)
-        self._root, self._inverse = vectors * values.sqrt()[:, None], vectors.mT / values.sqrt()[..., None]
-        self._size = values.sum(1)
-        left = exact(self._root) @ exact(self._inverse) - torch.eye(values.shape[1], dtype=values.dtype)
-        self._slack = torch.linalg.vector_norm(left, dim=(1, 2))
-        rows = range(self.tensors.scores.shape[1])
-        shapes, sizes = zip(*(self.tensors.crossed(i, self._root) for i in rows), strict=True)
-        self._shapes, self._beside = torch.stack(shapes, 1), torch.stack(sizes, 1)
+        values = values.clamp_min(0) + _FLOOR * values[:, -1:].clamp_min(_LEAST)
+        root, inverse = vectors * values.sqrt()[:, None], vectors.mT / values.sqrt()[..., None]
+        left = exact(root) @ exact(inverse) - torch.eye(values.shape[1], dtype=values.dtype)
+        rows, size = self.tensors.scores.shape[1], self.tensors.out.shape[1]
+        shapes = errors.new_empty(len(errors), rows, size, size)
+        lengths = errors.new_empty(len(errors), rows)
+        for i in range(rows):
+            self.tensors.at.check()
+            for j, (shape, length) in enumerate(self.tensors.crossed(i, root)):
+                shapes[j, i], lengths[j, i] = shape, length
+        found = _Root(inverse, torch.linalg.vector_norm(left, dim=(1, 2)), shapes, lengths, traces)
+        return found._replace(share=torch.where(traces > 0, found.squares(errors) / traces, 0.0))
+
+
+class _Root(NamedTuple):
+    """A computed inverse C of the root B, a bound on I − B C, the ellipsoids for B z, |z| ≤ 1, bounds on
+    D²F[Gδ, z], and the bound on |z|² for the ellipsoid of B divided by its trace.
+    """
+
+    inverse: Tensor
+    slack: Tensor
+    shapes: Tensor
+    lengths: Tensor
+    share: Tensor
+
+    def squares(self, errors: Tensor) -> Tensor:
+        """Bound |z|², z = C x, by the largest eigenvalue of C U Cᵀ or of what differs from its mean."""
+        images = ellipsoid_image(self.inverse, errors)
+        mean = images.diagonal(dim1=1, dim2=2).mean(1)
+        apart = images - mean[:, None, None] * torch.eye(images.shape[1], dtype=images.dtype)
+        whole = largest_eigenvalues_by_squaring(images)
+        return torch.minimum(whole, mean + largest_eigenvalues_by_squaring(apart))
 
 
 class _Tensors:
@@ -433,9 +451,9 @@ class _Tensors:
         # A sum of products for each variable has fewer terms, and a smaller rounding error, than one product.
         return gram(found).sum(0)
 
-    def crossed(self, i: int, roots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ellipsoids (n, d_out, d_out) that contain D²F[Gδ, B_j z] in row i for each token j and all
-        |δ| ≤ 1, |z| ≤ 1, which are Gram matrices, and bounds (n,) on D²F[Gδ, z].
+    def crossed(self, i: int, roots: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield for each token j an ellipsoid (d_out, d_out) that contains D²F[Gδ, B_j z] in row i for all
+        |δ| ≤ 1, |z| ≤ 1, of a Gram matrix, and a bound on D²F[Gδ, z].
         """
         attention, own = self.attention, self.own
         query_maps, key_maps = attention.query_maps(), attention.key_maps(own.k.shape[1])
@@ -449,17 +467,13 @@ class _Tensors:
         query = torch.einsum("hjok,hje->hoke", slope, own.k)
         query += torch.einsum("hjo,hjek->hoke", weighted, self.dk)
         by_query = torch.einsum("hoke,hed->okd", query, query_maps[:, i])
-        found, sizes = [], []
         for j, root in enumerate(roots):
-            self.at.check()
             turned = torch.einsum("hok,hd->okd", slope[:, j], by_key[:, j])
             turned += torch.einsum("ho,hkd->okd", weighted[:, j], keys[:, j])
             turned += torch.einsum("hk,hod->okd", scored[:, j], self.out)
             if j == int(attention.rows[i]):
                 turned += by_query
-            found.append(gram((turned @ root).flatten(1)))
-            sizes.append(torch.linalg.vector_norm(turned))
-        return torch.stack(found), torch.stack(sizes)
+            yield gram((turned @ root).flatten(1)), torch.linalg.vector_norm(turned)
 
 
 def cubic_remainder_of(stage: Map, at: Expansion) -> Remainder:

@@ -170,7 +170,7 @@ class Activation(NamedTuple):
             by_square = bend / (degree * (degree + 1))
             ends = torch.maximum(at_near / near**2, at_far / far**2) * (1 + square / near**2 / 4)
             relative = torch.minimum(ends + square / 8 * bend / near**2, by_square)
-            relative = torch.where(near > 0, relative, by_square)
+            relative = torch.where(near**2 > 0, relative, by_square)
             bounds.append((torch.minimum(size, by_square * far**2).amax(0), relative.amax(0)))
         return Rests(*map(torch.stack, zip(*bounds, strict=True)))
 
