@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -162,10 +163,25 @@ class ModelParts:
         The MLP is the smallest module with all weights of the block beside those of attention. If that is the
         block itself, the map goes from the input of the first module with weights to the output of the last.
         """
-        block, names = self.blocks[layer], {module: name for name, module in self.model.named_modules()}
+        block = self.blocks[layer]
+        if (found := self._mlp(block)) is None and (wider := re.match(r"(.*\.\d+)\.", block.module)):
+            block = replace(block, module=wider[1])  # a list of layers in a list of blocks, as in T5
+            found = self._mlp(block)
+        if found is None:
+            where = self.blocks[layer]
+            raise CaptureError(f"In {where} no MLP is found: weights beside attention, in modules run once.")
+        start, end, words = self._input(block), block, f"block {layer}, its output of all tokens"
+        if scope == "mlp":
+            start, end = Place(found[0], "input", block.call), Place(found[1], "output", block.call)
+            words = f"the MLP of block {layer}"
+        return self._site("span", start, end, Output("tokens"), layer, layer, words)
+
+    def _mlp(self, block: Place) -> tuple[str, str] | None:
+        """Return the first and the last module of the MLP in a block, or None if it has none."""
+        names = {module: name for name, module in self.model.named_modules()}
         ran = {names[module]: last for module, last in self._calls.items() if module in names}
         inside = [name for name in ran if name != block.module and _within(name, block.module)]
-        attentions = [one.name for one, at in zip(self.layers, self.blocks, strict=True) if at == block]
+        attentions = [one.name for one in self.layers if _within(one.name, block.module)]
         # The outermost module of the block around each attention, which also has its projections.
         around = [next((name for name in inside if _within(one, name)), block.module) for one in attentions]
         apart = [
@@ -176,12 +192,9 @@ class ModelParts:
         owned = {name: self.model.get_submodule(name).parameters(recurse=False) for name in apart}
         weights = [name for name in apart if any(p.ndim > 1 for p in owned[name])]
         ends = [name for name in apart if all(_within(one, name) for one in weights)][-1:] or weights
-        if not weights or {ran[ends[0]], ran[ends[-1]]} != {ran[block.module]}:
-            raise CaptureError(f"In {block} no MLP is found: weights beside attention, in modules run once.")
-        if scope == "whole-block":
-            return self.span(layer, layer)
-        start, end = Place(ends[0], "input", block.call), Place(ends[-1], "output", block.call)
-        return self._site("span", start, end, Output("tokens"), layer, layer, f"the MLP of block {layer}")
+        if not weights or {ran[ends[0]], ran[ends[-1]]} != {ran.get(block.module)}:
+            return None
+        return ends[0], ends[-1]
 
     @property
     def last_layers(self) -> list[int]:
@@ -313,7 +326,9 @@ class ModelParts:
         before = [place for place in dict.fromkeys(self.blocks[: first or 0]) if place != own]
         running = {place.module for place in self.blocks[:end_layer] if place not in before}
         idle = [place.module for place in dict.fromkeys(self.blocks) if place.module not in running]
-        begins = start  # the place in the forward pass of the map, which may have fewer calls
+        # Places in the forward pass of the map, which has fewer calls inside of a block that is held fixed.
+        fixed = sum(own is not None and place.module == own.module != start.module for place in before)
+        begins, ends = replace(start, call=start.call - fixed), replace(end, call=end.call - fixed)
         if (encoder := self._fixed_encoder()) is not None:
             before.append(encoder)
             idle.append(encoder.module)
@@ -330,7 +345,7 @@ class ModelParts:
             answers.setdefault(place.module, []).append(value)
         if output.unnamed:
             words = words.format(shape=tuple(output.of(runs[0].returned).shape))
-        passage = Passage(begins, end, output, answers, tuple(dict.fromkeys(idle)), words)
+        passage = Passage(begins, ends, output, answers, tuple(dict.fromkeys(idle)), words)
         inside = self.layers[first or 0 : end_layer]
         found, attention = self._map(passage, runs, x, depth=len(inside))
         causal = [layer.causal for layer in inside]
