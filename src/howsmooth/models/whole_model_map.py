@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -163,21 +163,36 @@ class ModelParts:
         The MLP is the smallest module with all weights of the block beside those of attention. If that is the
         block itself, the map goes from the input of the first module with weights to the output of the last.
         """
-        block = self.blocks[layer]
-        if (found := self._mlp(block)) is None and (wider := re.match(r"(.*\.\d+)\.", block.module)):
-            block = replace(block, module=wider[1])  # a list of layers in a list of blocks, as in T5
-            found = self._mlp(block)
-        if found is None:
-            where = self.blocks[layer]
-            raise CaptureError(f"In {where} no MLP is found: weights beside attention, in modules run once.")
-        start, end, words = self._input(block), block, f"block {layer}, its output of all tokens"
+        block, ends = self._mlp(self.blocks[layer])
+        if not ends:
+            raise CaptureError(f"In {block} no MLP is found: weights beside attention, in modules run once.")
+        start, end = self._input(block), block
         if scope == "mlp":
-            start, end = Place(found[0], "input", block.call), Place(found[1], "output", block.call)
-            words = f"the MLP of block {layer}"
-        return self._site("span", start, end, Output("tokens"), layer, layer, words)
+            start, end = Place(ends[0], "input", block.call), Place(ends[-1], "output", block.call)
+        return self._site("span", start, end, Output("tokens"), layer, layer, f"{scope} of block {layer}")
 
-    def _mlp(self, block: Place) -> tuple[str, str] | None:
-        """Return the first and the last module of the MLP in a block, or None if it has none."""
+    def experts(self, layer: int) -> list[tuple[str, Tensor, ModelMap]]:
+        """Return the experts of a layer's block: path, which tokens go there, and map without a weight."""
+        block, calls = self._mlp(self.blocks[layer])[0], list[Call]()
+        outer = re.sub(r"(\.\d+)\..*", r"\1", block.module)  # a block may be a part of a larger one
+        modules = {name: module for name, module in self.model.named_modules() if _within(name, outer)}
+        with watched(modules, ends=calls.append):
+            run_once(self.given[0])
+        calls = [call for call in calls if call.number == block.call and hasattr(call.module, "num_experts")]
+        calls = [call for call in calls if len(call.arguments()) == 3]  # those of routers have fewer
+        if not calls and not any("expert" in name for name in modules):
+            return []
+        try:
+            (call,) = calls
+            return list(_experts(call, computing_dtype(self.model)))
+        except Exception as error:  # a model may raise any error if it runs with one expert
+            raise CaptureError(
+                f"The experts in {block} are not one module that is given tokens (n, d), the numbers (n, k) "
+                "of their experts and weights (n, k), and returns the weighted sum, as that of Mixtral."
+            ) from error
+
+    def _mlp(self, block: Place) -> tuple[Place, list[str]]:
+        """Return the block with the MLP, itself or the one around it, and the modules of the MLP, if any."""
         names = {module: name for name, module in self.model.named_modules()}
         ran = {names[module]: last for module, last in self._calls.items() if module in names}
         inside = [name for name in ran if name != block.module and _within(name, block.module)]
@@ -192,9 +207,12 @@ class ModelParts:
         owned = {name: self.model.get_submodule(name).parameters(recurse=False) for name in apart}
         weights = [name for name in apart if any(p.ndim > 1 for p in owned[name])]
         ends = [name for name in apart if all(_within(one, name) for one in weights)][-1:] or weights
-        if not weights or {ran[ends[0]], ran[ends[-1]]} != {ran.get(block.module)}:
-            return None
-        return ends[0], ends[-1]
+        if weights and {ran[ends[0]], ran[ends[-1]]} == {ran.get(block.module)}:
+            return block, ends
+        wider = re.match(r"(.*\.\d+)\.", block.module)  # a list of layers in a list of blocks, as in T5
+        if wider and sum(_within(one.module, wider[1]) for one in self.blocks) == 1:
+            return self._mlp(replace(block, module=wider[1]))
+        return block, []
 
     @property
     def last_layers(self) -> list[int]:
@@ -410,6 +428,25 @@ class ModelParts:
             else:
                 return found, attention
         raise CaptureError(f"{type(self.model).__name__} {passage.words} is not captured. {refused[0]}")
+
+
+def _experts(call: Call, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, ModelMap]]:
+    names, (x, chosen, weights) = zip(*call.arguments().items(), strict=True)
+    wanted, frozen = rows(first_tensor(call.output)), cast("Any", frozen_copy(call.module, dtype, x.device))
+    passage = Passage(Place("", "input"), Place("", "output"), Output("tokens"), {}, (), "as one expert")
+    total = torch.zeros_like(wanted)
+    for i in range(frozen.num_experts):
+        routed = (chosen == i).any(dim=-1)
+        tokens, one = x[routed].to(dtype), copy.copy(frozen)  # with views of the weights of this expert
+        one._parameters = {name: nn.Parameter(p[i : i + 1], False) for name, p in one._parameters.items()}
+        one.num_experts, first = 1, chosen.new_zeros((len(tokens), 1))
+        inputs = dict(zip(names, (tokens, first, tokens.new_ones(first.shape)), strict=True))
+        part = ModelMap(ModelPart(one, inputs, passage, tokens))
+        if part.n:
+            total[routed] += part(tokens) * (weights * (chosen == i)).sum(dim=-1, keepdim=True)[routed]
+        yield f"{call.name}.{i}", routed, part
+    if not relative_error(total, wanted) <= tolerance(lowest_epsilon(torch.float32)):
+        raise CaptureError("The output is not the weighted sum.")
 
 
 def _within(name: str, outer: str) -> bool:
