@@ -393,9 +393,7 @@ def profile(
                                 found = local_lipschitz(f, f.own.x[None], seed=start + i, **how)
                                 measured.append((found, name, [i]))
                         if left := len(experts) - len(measured):
-                            refused.append(
-                                f"Layer {index}: no token reaches {left} of {len(experts)} experts"
-                            )
+                            refused.append(f"Layer {index}: {left} of {len(experts)} experts have no token.")
                     else:
                         site = inner.with_mlp(index, scope) if inner else layer.sites(scope)[0]
                         found = local_lipschitz(site.map, site.x[:1], seed=start, **how)
