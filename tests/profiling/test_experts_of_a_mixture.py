@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import silu
 from transformers import (
     DeepseekV3Config,
@@ -62,7 +63,7 @@ def mixture(name: str) -> Any:
     return model
 
 
-def expert(experts: Any, number: int, x: Tensor) -> Tensor:
+def expert(experts: Any, number: int, x: Tensor) -> Any:
     """The formula of one expert in float64, as in the papers: down(act(gate x) * up x)."""
     up, down = (p[number].double() for p in (experts.gate_up_proj, experts.down_proj))
     if not hasattr(experts, "gate_up_proj_bias"):
@@ -93,7 +94,8 @@ def test_an_expert_is_the_jacobian_of_its_formula_at_its_tokens(name: str) -> No
         experts = model.layers[layer].mlp.experts
         for number in chosen.unique().tolist():
             at = (chosen == number).any(dim=1).nonzero().flatten().tolist()
-            jacobians = [torch.func.jacrev(lambda t, k=number: expert(experts, k, t))(x[i]) for i in at]
+            formula = partial(expert, experts, number)
+            jacobians = [torch.func.jacrev(formula)(x[i]) for i in at]
             norms = torch.stack([torch.linalg.matrix_norm(one, 2) for one in jacobians])
             row = rows.loc[layer, number]
             assert row["lower"] <= norms.max() * (1 + 1e-5)  # the tokens are those of a float32 model
@@ -119,7 +121,7 @@ def test_models_without_a_mixture_and_of_other_ones(monkeypatch: pytest.MonkeyPa
     other = Llama4TextModel(
         Llama4TextConfig(**SIZES | {"num_experts_per_tok": 1}, num_local_experts=2, pad_token_id=0)
     ).eval()
-    with pytest.raises(CaptureError, match="layers.0 are not one module that is given tokens"):
+    with pytest.raises(CaptureError, match=r"layers\.0 are not one module that is given tokens"):
         hs.profile(other, IDS, scopes="expert")
     model = mixture("mixtral")
     own = type(model.layers[0].mlp.experts).forward
@@ -149,7 +151,9 @@ def test_texts_and_models_with_other_routes() -> None:
     assert ratios.refused[-1] == f"{len(a ^ b)} experts that a token reaches in one model only."
     assert set(over.compare(against).table["scope"]) == {"mlp", "expert"}
     assert [one.get_xlabel() for one in over.plot().axes] == ["layer", "layer.expert"]
-    with pytest.raises(ArgumentError, match="scope mlp, layer 0; scope mlp, layer 1; scope expert, layer 0, exp"):
+    with pytest.raises(
+        ArgumentError, match="scope mlp, layer 0; scope mlp, layer 1; scope expert, layer 0, exp"
+    ):
         first.compare(hs.profile(other, texts[0], scopes="expert"))
 
 
