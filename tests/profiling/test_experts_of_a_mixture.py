@@ -124,8 +124,9 @@ def test_models_without_a_mixture_and_of_other_ones(monkeypatch: pytest.MonkeyPa
     with pytest.raises(CaptureError, match=r"layers\.0 are not one module that is given tokens"):
         hs.profile(other, IDS, scopes="expert")
     model = mixture("mixtral")
-    own = type(model.layers[0].mlp.experts).forward
-    monkeypatch.setattr(type(model.layers[0].mlp.experts), "forward", lambda *a: own(*a).tanh())
+    kind = type(model.layers[0].mlp.experts)
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x, index, weights: own(self, x, index, weights).tanh())
     with pytest.raises(CaptureError, match="and returns the weighted sum"):
         hs.profile(model, IDS, scopes="expert")
 
