@@ -109,9 +109,9 @@ def amount_in_words(kind: str, amount: int) -> str:
     return f"{amount} {_AMOUNTS.get(kind, kind)}"
 
 
-def place_in_words(layer: int, head: int | None) -> str:
-    """Return the place of a layer or head in words, such as "layer 3" or "layer 3, head 1"."""
-    return f"layer {layer}" + ("" if head is None else f", head {head}")
+def place_in_words(layer: int, head: int | None, scope: str = "head") -> str:
+    """Return the place of a layer, head or expert in words, such as "layer 3" or "layer 3, head 1"."""
+    return f"layer {layer}" + ("" if head is None else f", {scope} {head}")
 
 
 def scope_in_words(row: Mapping[Any, Any] | pd.Series) -> str:

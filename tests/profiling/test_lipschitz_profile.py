@@ -246,7 +246,7 @@ class _Attention(torch.nn.Module):
         ({"span": slice(0, 8, 2)}, "span"),
         (
             {"scopes": ["block"]},
-            "expected some of attention, head, mlp, whole-block, got .*hs.capture has the other",
+            "expected some of attention, head, mlp, whole-block, expert, got .*hs.capture has the",
         ),
         ({"scopes": []}, "scopes"),
         ({"scopes": "head", "influence": True}, "influence"),

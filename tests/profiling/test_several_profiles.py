@@ -438,6 +438,52 @@ def test_the_experts_of_a_mixture_count_together() -> None:
     assert found["name"] == "layers.0.mlp"
 
 
+def check_parts(model: Any, layer: int, maps: dict[str, tuple[Any, Tensor]]) -> None:
+    rows = hs.profile(model, TEXTS[0], layers=[layer], scopes=list(maps)).table.set_index("scope")
+    for scope, (f, x) in maps.items():
+        row, truth = rows.loc[scope], dense_norm(f, x)
+        assert row["lower"] <= truth * (1 + 1e-6)
+        assert truth <= row["upper"] * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_layers_that_share_one_mlp(layer: int) -> None:
+    from transformers import AlbertConfig, AlbertModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "embedding_size": 8, "hidden_size": 12, "num_hidden_layers": 3}
+    model = AlbertModel(AlbertConfig(**sizes, num_attention_heads=2, intermediate_size=16)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(20 if p.ndim > 1 else 1)  # so that the layers differ
+    wide = copy.deepcopy(model).double()
+    shared: Any = wide.encoder.albert_layer_groups[0].albert_layers[0]
+    states = wide(TEXTS[0][None], output_hidden_states=True).hidden_states
+    attended = shared.attention(states[layer])[0][0].detach()
+    maps = {
+        "mlp": (nn.Sequential(shared.ffn, shared.activation, shared.ffn_output), attended),
+        "whole-block": (lambda x: first(shared(x[None])), states[layer][0].detach()),
+    }
+    check_parts(model, layer, maps)
+
+
+@pytest.mark.parametrize("layer", range(2))
+def test_the_parts_of_a_block_that_is_a_list_of_layers(layer: int) -> None:
+    from transformers import T5Config, T5EncoderModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "d_model": 12, "d_kv": 6, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    model = T5EncoderModel(T5Config(**sizes)).eval()
+    wide: Any = copy.deepcopy(model).double()
+    block = wide.encoder.block[layer]
+    bias = wide.encoder.block[0].layer[0].SelfAttention.compute_bias(len(TEXTS[0]), len(TEXTS[0])).detach()
+    maps = {
+        "mlp": (block.layer[1].DenseReluDense, fed(wide, TEXTS[0], block.layer[1].DenseReluDense)),
+        "whole-block": (lambda x: first(block(x[None], position_bias=bias)), fed(wide, TEXTS[0], block)),
+    }
+    check_parts(model, layer, maps)
+
+
 def test_a_block_without_an_mlp_is_refused() -> None:
     class Layers(nn.Module):
         def __init__(self) -> None:

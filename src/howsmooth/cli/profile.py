@@ -61,8 +61,8 @@ class ProfilePlan(OneInputPlan):
     layers: plans.Layers = ALL
     scope: Annotated[
         Literal["all", "attention", "head", "parts", "model"],
-        "attention: each layer with all its heads; head: each head alone; all: both; parts: attention, MLP "
-        "and whole block of each layer; model: the whole model, and where in its depth it expands.",
+        "attention: each layer with all its heads; head: each head alone; all: both; parts: attention, MLP, "
+        "whole block and experts of each layer; model: the whole model, and where in its depth it expands.",
     ] = "all"
     output: plans.Output = "hidden"
     influence: Annotated[
@@ -111,7 +111,7 @@ class ProfilePlan(OneInputPlan):
         settings["on_layer"] = display.counter(noun)
         if self.scope == "model":
             return profiling.depth_profile(loaded, inputs, output=self.output, **settings)
-        scopes = {"all": ("attention", "head"), "parts": ("attention", "mlp", "whole-block")}
+        scopes = {"all": ("attention", "head"), "parts": ("attention", "mlp", "whole-block", "expert")}
         settings["scopes"] = scopes.get(self.scope, self.scope)
         other = replace(self, source=self.against).load() if self.against else None
         file = settings["file"] = self.out / "texts.jsonl" if self.texts_file else None

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -162,10 +163,40 @@ class ModelParts:
         The MLP is the smallest module with all weights of the block beside those of attention. If that is the
         block itself, the map goes from the input of the first module with weights to the output of the last.
         """
-        block, names = self.blocks[layer], {module: name for name, module in self.model.named_modules()}
+        block, ends = self._mlp(self.blocks[layer])
+        if not ends:
+            raise CaptureError(f"In {block} no MLP is found: weights beside attention, in modules run once.")
+        start, end = self._input(block), block
+        if scope == "mlp":
+            start, end = Place(ends[0], "input", block.call), Place(ends[-1], "output", block.call)
+        return self._site("span", start, end, Output("tokens"), layer, layer, f"{scope} of block {layer}")
+
+    def experts(self, layer: int) -> list[tuple[str, Tensor, ModelMap]]:
+        """Return the experts of a layer's block: path, which tokens go there, and map without a weight."""
+        block, calls = self._mlp(self.blocks[layer])[0], list[Call]()
+        outer = re.sub(r"(\.\d+)\..*", r"\1", block.module)  # a block may be a part of a larger one
+        modules = {name: module for name, module in self.model.named_modules() if _within(name, outer)}
+        with watched(modules, ends=calls.append):
+            run_once(self.given[0])
+        calls = [call for call in calls if call.number == block.call and hasattr(call.module, "num_experts")]
+        calls = [call for call in calls if len(call.arguments()) == 3]  # those of routers have fewer
+        if not calls and not any("expert" in name for name in modules):
+            return []
+        try:
+            (call,) = calls
+            return list(_experts(call, computing_dtype(self.model)))
+        except Exception as error:  # a model may raise any error if it runs with one expert
+            raise CaptureError(
+                f"The experts in {block} are not one module that is given tokens (n, d), the numbers (n, k) "
+                "of their experts and weights (n, k), and returns the weighted sum, as that of Mixtral."
+            ) from error
+
+    def _mlp(self, block: Place) -> tuple[Place, list[str]]:
+        """Return the block with the MLP, itself or the one around it, and the modules of the MLP, if any."""
+        names = {module: name for name, module in self.model.named_modules()}
         ran = {names[module]: last for module, last in self._calls.items() if module in names}
         inside = [name for name in ran if name != block.module and _within(name, block.module)]
-        attentions = [one.name for one, at in zip(self.layers, self.blocks, strict=True) if at == block]
+        attentions = [one.name for one in self.layers if _within(one.name, block.module)]
         # The outermost module of the block around each attention, which also has its projections.
         around = [next((name for name in inside if _within(one, name)), block.module) for one in attentions]
         apart = [
@@ -176,12 +207,12 @@ class ModelParts:
         owned = {name: self.model.get_submodule(name).parameters(recurse=False) for name in apart}
         weights = [name for name in apart if any(p.ndim > 1 for p in owned[name])]
         ends = [name for name in apart if all(_within(one, name) for one in weights)][-1:] or weights
-        if not weights or {ran[ends[0]], ran[ends[-1]]} != {ran[block.module]}:
-            raise CaptureError(f"In {block} no MLP is found: weights beside attention, in modules run once.")
-        if scope == "whole-block":
-            return self.span(layer, layer)
-        start, end = Place(ends[0], "input", block.call), Place(ends[-1], "output", block.call)
-        return self._site("span", start, end, Output("tokens"), layer, layer, f"the MLP of block {layer}")
+        if weights and {ran[ends[0]], ran[ends[-1]]} == {ran.get(block.module)}:
+            return block, ends
+        wider = re.match(r"(.*\.\d+)\.", block.module)  # a list of layers in a list of blocks, as in T5
+        if wider and sum(_within(one.module, wider[1]) for one in self.blocks) == 1:
+            return self._mlp(replace(block, module=wider[1]))
+        return block, []
 
     @property
     def last_layers(self) -> list[int]:
@@ -313,7 +344,9 @@ class ModelParts:
         before = [place for place in dict.fromkeys(self.blocks[: first or 0]) if place != own]
         running = {place.module for place in self.blocks[:end_layer] if place not in before}
         idle = [place.module for place in dict.fromkeys(self.blocks) if place.module not in running]
-        begins = start  # the place in the forward pass of the map, which may have fewer calls
+        # Places in the forward pass of the map, which has fewer calls inside of a block that is held fixed.
+        fixed = sum(own is not None and place.module == own.module != start.module for place in before)
+        begins, ends = replace(start, call=start.call - fixed), replace(end, call=end.call - fixed)
         if (encoder := self._fixed_encoder()) is not None:
             before.append(encoder)
             idle.append(encoder.module)
@@ -330,7 +363,7 @@ class ModelParts:
             answers.setdefault(place.module, []).append(value)
         if output.unnamed:
             words = words.format(shape=tuple(output.of(runs[0].returned).shape))
-        passage = Passage(begins, end, output, answers, tuple(dict.fromkeys(idle)), words)
+        passage = Passage(begins, ends, output, answers, tuple(dict.fromkeys(idle)), words)
         inside = self.layers[first or 0 : end_layer]
         found, attention = self._map(passage, runs, x, depth=len(inside))
         causal = [layer.causal for layer in inside]
@@ -395,6 +428,25 @@ class ModelParts:
             else:
                 return found, attention
         raise CaptureError(f"{type(self.model).__name__} {passage.words} is not captured. {refused[0]}")
+
+
+def _experts(call: Call, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, ModelMap]]:
+    names, (x, chosen, weights) = zip(*call.arguments().items(), strict=True)
+    wanted, frozen = rows(first_tensor(call.output)), cast("Any", frozen_copy(call.module, dtype, x.device))
+    passage = Passage(Place("", "input"), Place("", "output"), Output("tokens"), {}, (), "as one expert")
+    total = torch.zeros_like(wanted)
+    for i in range(frozen.num_experts):
+        routed = (chosen == i).any(dim=-1)
+        tokens, one = x[routed].to(dtype), copy.copy(frozen)  # with views of the weights of this expert
+        one._parameters = {name: nn.Parameter(p[i : i + 1], False) for name, p in one._parameters.items()}
+        one.num_experts, first = 1, chosen.new_zeros((len(tokens), 1))
+        inputs = dict(zip(names, (tokens, first, tokens.new_ones(first.shape)), strict=True))
+        part = ModelMap(ModelPart(one, inputs, passage, tokens))
+        if part.n:
+            total[routed] += part(tokens) * (weights * (chosen == i)).sum(dim=-1, keepdim=True)[routed]
+        yield f"{call.name}.{i}", routed, part
+    if not relative_error(total, wanted) <= tolerance(lowest_epsilon(torch.float32)):
+        raise CaptureError("The output is not the weighted sum.")
 
 
 def _within(name: str, outer: str) -> bool:

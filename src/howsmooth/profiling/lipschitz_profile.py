@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import Any, ClassVar, overload
 
 import pandas as pd
+import torch
 from markupsafe import Markup
 from torch import Tensor
 
@@ -49,7 +50,7 @@ from howsmooth.words import place_in_words, readable, visible_token
 
 __all__ = ["SCOPES", "Profile", "profile"]
 
-_PARTS = ("mlp", "whole-block")  # further scopes
+_PARTS = ("mlp", "whole-block", "expert")  # further scopes
 _LEVELS = 9  # shades of a highlighted token
 _CELL = 0.32  # inches
 _COLUMNS = ["layer", "head", "scope", "value", "lower", "upper", "confidence", "converged", "iterations",
@@ -68,9 +69,10 @@ class Profile(ResultWithInfluence):
         "Heatmap of the constants by layer and head; the numbers are in the ranking and in profile.csv."
     )
 
-    #: One row for each layer (scopes ``attention``, ``mlp``, ``whole-block``) and head (``head``), columns
-    #: ``layer``, ``head``, ``scope``, ``value``, ``lower``, ``upper``, ``confidence``, ``converged``,
-    #: ``iterations``, ``method``, ``masking``, ``name`` (the path of the module), ``stored`` and ``computed``
+    #: One row for each layer (scopes ``attention``, ``mlp``, ``whole-block``), head (``head``), and expert
+    #: that a token reaches (``expert``), columns ``layer``, ``head`` (the number of a head or expert),
+    #: ``scope``, ``value``, ``lower``, ``upper``, ``confidence``, ``converged``, ``iterations``, ``method``,
+    #: ``masking``, ``name`` (the path of the module), ``stored`` and ``computed``
     #: (the dtypes of the weights and of the computation, as below). It is printed within
     #: 80 columns (:class:`~howsmooth.printed_table.PrintedTable`).
     table: pd.DataFrame
@@ -103,7 +105,7 @@ class Profile(ResultWithInfluence):
         found = []
         for scope, rows in self.ranking.groupby("scope", sort=False):
             (top,) = plain_rows(rows.head(1))
-            place = place_in_words(top["layer"], top["head"])
+            place = place_in_words(top["layer"], top["head"], top["scope"])
             found.append(f"largest in scope {scope}: {place}, {_interval(top)}")
         return (
             f"Local Lipschitz constants of {self.model} at {self.input} (n = {self.n}): {'; '.join(found)}; "
@@ -127,7 +129,7 @@ class Profile(ResultWithInfluence):
         found = self.tokens[(self.tokens["layer"] == layer) & of_head]
         found = found[found["scope"] == (scope or next(iter(found["scope"]), ""))]
         if found.empty:
-            got = place_in_words(layer, head)
+            got = place_in_words(layer, head, scope or "head")
             raise ArgumentError("layer", expected="a layer or head of the table", got=got)
         return found
 
@@ -143,7 +145,7 @@ class Profile(ResultWithInfluence):
         for scope, rows in self.ranking.groupby("scope", sort=False):
             lines.append(f"  scope {scope}, the largest {min(len(rows), SHOWN)} of {len(rows)}:")
             for row in plain_rows(rows.head(SHOWN)):
-                place = place_in_words(row["layer"], row["head"])
+                place = place_in_words(row["layer"], row["head"], row["scope"])
                 lines.append(f"    {place:<18} {_interval(row)}{self._said_of_tokens(row)}")
         missed = int((~self.table["converged"]).sum())
         lines += [f"  {missed} of {len(self.table)} did not reach rtol = {self.rtol:g}"] if missed else []
@@ -161,23 +163,22 @@ class Profile(ResultWithInfluence):
 
     @styled
     def plot(self) -> Figure:
-        """Draw the constants of all heads as a heatmap, and those of layers, by scope, in a second panel.
+        """Draw the constants of experts, of heads, and of layers by scope as heatmaps, each in a panel.
 
         Each panel has its own scale of colours, because heads and layers are maps between different spaces. A
         cell is crossed out if its measurement did not converge, and empty if it was not measured.
         """
         layers = sorted(self.table["layer"].unique())
-        of_head = self.table["head"].notna()
-        panels = [rows for rows in (self.table[of_head], self.table[~of_head]) if len(rows)]
-        columns = [rows["head"].nunique() or rows["scope"].nunique() for rows in panels]
+        panels = list(self.table.groupby(self.table["scope"].where(self.table["head"].notna(), "scope")))
+        columns = [rows["head"].nunique() or rows["scope"].nunique() for _, rows in panels]
         width = max(4.6, _CELL * sum(columns) + 1.3 * len(panels))
         figure = new_figure(width, max(2.6, 1.6 + _CELL * len(layers)))
         # Each panel has its colour bar as a further axis, so that all cells have one size.
         ratios = [ratio for count in columns for ratio in (count, min(0.5, 0.08 * sum(columns)))]
         axes = figure.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
-        for axis, bar, rows in zip(axes[::2], axes[1::2], panels, strict=True):
-            by = "head" if bool(rows["head"].notna().any()) else "scope"
-            cells = rows.pivot(index="layer", columns=by, values=["value", "converged"]).reindex(layers)
+        for axis, bar, (by, rows) in zip(axes[::2], axes[1::2], panels, strict=True):
+            column, wanted = "scope" if by == "scope" else "head", ["value", "converged"]
+            cells = rows.pivot(index="layer", columns=column, values=wanted).reindex(layers)
             values, missed = cells["value"].to_numpy(float), cells["converged"].eq(False).to_numpy()
             down, across = ([str(one) for one in some] for some in (layers, cells["value"].columns))
             across, x = ([""], "whole layer") if across == ["attention"] else (across, by)
@@ -200,7 +201,7 @@ class Profile(ResultWithInfluence):
             for place, row in enumerate(plain_rows(rows.head(most))):
                 status = "" if row["converged"] else ", not converged"
                 ends = interval_in_digits(row["lower"], row["upper"])
-                where = place_in_words(row["layer"], row["head"])
+                where = place_in_words(row["layer"], row["head"], row["scope"])
                 summary = _SUMMARY.format(where, row["value"], ends, status)
                 body.append(html.folded(summary, self._sides(row), place == 0))
                 shown += 1
@@ -210,14 +211,14 @@ class Profile(ResultWithInfluence):
 
     def _sides(self, row: Mapping[str, Any]) -> Markup:
         rows = self._tokens_of(row["layer"], row["head"], row["scope"])
-        words = [visible_token(word) for word in self.words] or [f" {i} " for i in rows["position"]]
+        words = dict(enumerate(map(visible_token, self.words)))
         sides = []
         for title, column in (("A change matters at", "input_share"), ("It shows at", "output_share")):
             shares = rows[column].fillna(0.0).to_list()
             most = max(shares) or 1.0
             shaded = [
-                (round(_LEVELS * share / most), word, f"token {i}: {100 * share:.2g} %")
-                for i, (share, word) in enumerate(zip(shares, words, strict=False))
+                (round(_LEVELS * share / most), words.get(i, f" {i} "), f"token {i}: {100 * share:.2g} %")
+                for i, share in zip(rows["position"], shares, strict=True)
             ]
             sides += [parts().words(title, "soft"), parts().tokens(shaded)]
         return Markup("".join(sides))
@@ -313,7 +314,8 @@ def profile(
         "attention" for each layer with all its heads and output projection, "head" for each head alone; both
         by default. "mlp" for the MLP of each block without its residual connection: the smallest module with
         all weights beside those of attention or, if that is the block, from the first module with weights to
-        the last; the experts of a mixture count together. "whole-block" for the block with its MLP.
+        the last; the experts of a mixture count together. "expert" for each of them alone, at its tokens and
+        without its weight. "whole-block" for the block with its MLP.
     tokenizer
         A tokenizer of transformers, for a model that was not loaded by its name.
     rtol, confidence, max_iterations, memory
@@ -377,28 +379,38 @@ def profile(
             for scope in wanted:
                 start = derive_seed(purpose="profile", seed=seed, layer=index, scope=scope)
                 place: dict[str, Any] = {"layer": at.index, "scope": scope}
-                masking = "none" if scope == "mlp" else layer.found.masking
-                named = {"masking": masking, "name": at.name}
+                masking = "none" if scope in ("mlp", "expert") else layer.found.masking
+                inner = read if scope in _PARTS else None
+                measured: list[tuple[LipschitzEstimate, str, Sequence[Any]]] = []  # with names and heads
+                experts: list[tuple[str, Tensor, Any]] = []
                 try:
                     if scope == "head":
                         found = _heads(layer, seed=start, **how)
-                    elif read is not None and scope in _PARTS:
-                        site = read.with_mlp(index, scope)
-                        found = local_lipschitz(site.map, site.x[:1], seed=start, **how)
-                        named["name"] = " to ".join(dict.fromkeys(site.name.split(" to ")))
+                        measured.append((found, at.name, range(len(found.value))))
+                    elif inner and scope == "expert":
+                        for i, (name, _, f) in enumerate(experts := inner.experts(index)):
+                            if f.n:
+                                found = local_lipschitz(f, f.own.x[None], seed=start + i, **how)
+                                measured.append((found, name, [i]))
+                        if left := len(experts) - len(measured):
+                            refused.append(f"Layer {index}: {left} of {len(experts)} experts have no token.")
                     else:
-                        (site,) = layer.sites("attention")
+                        site = inner.with_mlp(index, scope) if inner else layer.sites(scope)[0]
                         found = local_lipschitz(site.map, site.x[:1], seed=start, **how)
-                        largest = max(largest or (-1.0, site), (float(found), site), key=itemgetter(0))
+                        measured.append((found, " to ".join(dict.fromkeys(site.name.split(" to "))), [pd.NA]))
+                        if scope == "attention":
+                            largest = max(largest or (-1.0, site), (float(found), site), key=itemgetter(0))
                 except HowsmoothError as error:
                     refused.append(f"Layer {index}, scope {scope}: {error}")
                     continue
-                tables.append(found.table.assign(**place, **named))
-                tables[-1]["head"] = tables[-1]["member"] if scope == "head" else pd.NA
-                for member, head in enumerate(tables[-1]["head"]):
-                    shares.append(found[member].tokens().assign(**place, head=head))
-                    if given.words is not None and len(given.words) == len(shares[-1]):
-                        shares[-1]["token"] = given.words
+                for found, name, heads in measured:
+                    tables.append(found.table.assign(**place, masking=masking, name=name, head=heads))
+                    for member, head in enumerate(heads):
+                        shares.append(found[member].tokens().assign(**place, head=head))
+                        sent = experts[head][1] if experts else torch.ones(len(shares[-1]))
+                        shares[-1]["position"] = sent.nonzero().flatten().tolist()
+                        if given.words is not None and len(given.words) == len(sent):
+                            shares[-1]["token"] = [given.words[i] for i in shares[-1]["position"]]
     if largest and influence:
         site = largest[1]
         start = derive_seed(purpose="profile", seed=seed, layer=site.layer, scope="influence")
@@ -409,7 +421,8 @@ def profile(
         except HowsmoothError as error:
             refused.append(f"Influence in {where}: {error}")
     if not tables:
-        raise CaptureError(f"No layer of {type(given.module).__name__} can be measured. {refused[0]}")
+        why = next(iter(refused), "It has no mixture of experts.")
+        raise CaptureError(f"No layer of {type(given.module).__name__} can be measured. {why}")
     origin = given.origin()
     precision = {name: origin[name] for name in ("stored", "computed")}
     both = (pd.concat(some, ignore_index=True).astype({"head": "Int64"}) for some in (tables, shares))

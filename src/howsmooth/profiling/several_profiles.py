@@ -91,8 +91,8 @@ class _Ranked(InputResult):
             if isinstance(self, ProfileOverTexts):
                 dots = self.each.merge(rows[[*_PLACE, "place"]], on=_PLACE)
                 behind = Curve(dots["place"], dots["value"], "one text", GREY, mark=".", size=5, alpha=0.6)
-            x = "layer.head" if scope == "head" else "layer"
-            names = rows["layer"].astype(str) + ("." + rows["head"].astype(str) if scope == "head" else "")
+            x = "layer" if rows["head"].isna().all() else f"layer.{scope!s}"
+            names = rows["layer"].astype(str) + ("." + rows["head"].astype("string")).fillna("")
             curves, scales = [intervals(rows, "place", column, column), behind], ("linear", "log")
             panels.append([Panel(curves, f"scope {scope}", x, column, scales, names=list(names))])
         width = max(4.6, min(1.6 + 0.17 * max(len(one.names) for (one,) in panels), 12.0))
@@ -141,13 +141,14 @@ def compared(self: Any, other: Any) -> ProfileComparison:
         remedy = remedy if ids and type(other) is type(self) else ""
         raise ArgumentError("other", expected=f"a profile of {self.input}", got=got, remedy=remedy)
     tables = [getattr(one, "each", one.table.assign(text=0)) for one in (self, other)]
-    (a, low, high, sure), (b, below, above, also_sure) = (
-        [_by_text(one, column) for column in ("value", "lower", "upper", "converged")] for one in tables
-    )
-    if not (a.index.equals(b.index) and a.columns.equals(b.columns)):
-        only = a.index.symmetric_difference(b.index)[:3]
+    columns = [_by_text(one, name) for one in tables for name in ("value", "lower", "upper", "converged")]
+    only = columns[0].index.symmetric_difference(columns[4].index)
+    routes = [one for one in only if one[0] == "expert"]  # tokens may go to other experts
+    a, low, high, sure, b, below, above, also_sure = (one.drop(routes, errors="ignore") for one in columns)
+    if not (a.index.equals(b.index) and a.columns.equals(b.columns)) or a.empty:
         places = (
-            f"scope {one[0]}, {place_in_words(one[1], one[2] if one[2] >= 0 else None)}" for one in only
+            f"scope {one[0]}, {place_in_words(one[1], one[2] if one[2] >= 0 else None, one[0])}"
+            for one in [*only.drop(routes), *routes][:3]
         )
         got = f"in one of them only: {'; '.join(places) or 'a text'}"
         raise ArgumentError("other", expected="the same layers, heads and scopes", got=got)
@@ -168,6 +169,7 @@ def compared(self: Any, other: Any) -> ProfileComparison:
     table["changed"] = (table["ratio_lower"] > 1) | (table["ratio_upper"] < 1)
     table["value"], table["against"] = (one.mean(axis=1).to_numpy() for one in (a, b))
     table["converged"] = (sure & also_sure).all(axis=1).to_numpy()
+    left_out = [f"{counted(len(routes), 'expert')} that a token reaches in one model only."][: len(routes)]
     both: dict[str, Any] = {"model": f"{self.model} / {other.model}"}
     for name in ("source", "fingerprint", "stored", "computed"):
         both[name] = " / ".join(dict.fromkeys([getattr(self, name), getattr(other, name)]))
@@ -180,7 +182,7 @@ def compared(self: Any, other: Any) -> ProfileComparison:
         method=how if texts == 1 else f"{_bootstrap(texts)}, paired, with those of the measurements",
         level=level,
         seed=self.seed,
-        refused=tuple(dict.fromkeys((*self.refused, *other.refused))),
+        refused=tuple(dict.fromkeys((*self.refused, *other.refused, *left_out))),
     )
 
 
@@ -247,14 +249,19 @@ def profile_over_texts(
     rows = [{"text": i} | row for i, one in enumerate(found) for row in one["rows"]]
     each = PrintedTable(rows).astype({"head": "Int64"})
     digest = hashlib.sha256(" ".join(one.split()[-1] for one in every).encode()).hexdigest()[:12]
+    table = _statistics(each, len(texts), options["seed"])
+    refused = [f"Text {i}: {why}" for i, one in enumerate(found) for why in one["refused"]]
+    all_texts, some_text = (one[one["scope"] == "expert"][_PLACE].drop_duplicates() for one in (table, each))
+    if some := len(some_text) - len(all_texts):
+        refused.append(f"{counted(some, 'expert')} that a token reaches in some texts only.")
     return ProfileOverTexts(
         **origin | {"input": f"{counted(len(texts), 'text')}, SHA-256 of their digests {digest}"},
-        table=_statistics(each, len(texts), options["seed"]),
+        table=table,
         n=sum(one["n"] for one in found),
         method=f"{_bootstrap(len(texts))}, the measured constants taken as exact",
         level=_LEVEL,
         seed=options["seed"],
-        refused=tuple(f"Text {i}: {why}" for i, one in enumerate(found) for why in one["refused"]),
+        refused=tuple(refused),
         each=each,
         inputs=tuple(every),
     )
@@ -315,4 +322,4 @@ def _said(row: Mapping[str, Any], columns: Sequence[str], digits: int = 4) -> st
         ends = [row[f"{name}_{end}"] for end in ("lower", "upper") if f"{name}_{end}" in row]
         words.append(f"{name} {row[name]:.{digits}g}")
         words[-1] += f" in {interval_in_digits(ends[0], ends[1], digits)}" if ends else ""
-    return f"{place_in_words(row['layer'], row['head']):<17} {', '.join(words)}"
+    return f"{place_in_words(row['layer'], row['head'], row['scope']):<17} {', '.join(words)}"
