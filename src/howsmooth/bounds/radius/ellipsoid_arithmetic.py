@@ -118,21 +118,19 @@ def scaled(
 
 
 def weighted_images(
-    matrix: Float[Tensor, "m d"], terms: Sequence[tuple[Tensor, Tensor]]
+    matrix: Float[Tensor, "m d"], square: Float[Tensor, "d d"], terms: Sequence[tuple[Tensor, Tensor]]
 ) -> Float[Tensor, "*batch m m"]:
     """Return ellipsoids that contain all vectors W Σ_i f_i ∘ y_i, where W is a matrix, f_i are given factors,
     and y_i is any point of the i-th given ellipsoid.
 
     ``terms`` has factors f_i (*batch, d) and ellipsoids (*batch, d, d). As in :func:`ellipsoid_sum`, but the
-    weights are chosen for the images, and only one matrix is mapped by W.
+    weights are chosen for the images, by Wᵀ W about equal to ``square``, and only one matrix is mapped by W.
     """
-    value = plain(matrix)
-    square = (value.T @ value).flatten()
     shapes = [scaled(*term) for term in terms]
     # Any positive weights are right. A shape that W maps to almost nothing gets a small one, and none only
     # if it is a point.
-    least = _SHARE**2 * torch.linalg.vector_norm(value).square()
-    sizes = [torch.maximum(shape.flatten(-2) @ square, least * _traces(shape)).sqrt() for shape in shapes]
+    least, across = _SHARE**2 * square.diagonal().sum(), square.flatten()
+    sizes = [torch.maximum(shape.flatten(-2) @ across, least * _traces(shape)).sqrt() for shape in shapes]
     total = torch.stack(sizes).sum(0) * INFLATION
     whole = torch.zeros_like(shapes[0])
     for size, shape in zip(sizes, shapes, strict=True):

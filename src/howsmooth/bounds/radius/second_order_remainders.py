@@ -224,7 +224,10 @@ class FeedForwardRemainder(Remainder):
         self.linear = gram(K)
         self.bend, self.twist = layer.activation.derivative(2, self.z), layer.activation.derivative(3, self.z)
         self.quadratic = ellipsoid_sum(
-            *(weighted_images(layer.down, [(self.bend / 2, enclosing(part))]) for part in (trace / k, rest))
+            *(
+                weighted_images(layer.down, layer.square, [(self.bend / 2, enclosing(part))])
+                for part in (trace / k, rest)
+            )
         )
         self.adjoint = adjoint @ layer.down
 
@@ -349,7 +352,7 @@ def neuron_bounds(
         smaller = jointly @ lengths.square() < diagonal @ lengths.square()
         diagonal = torch.where(smaller[:, None], jointly, diagonal)
     of_rest = (torch.ones_like(rest), torch.diag_embed(diagonal))
-    shape = ellipsoid_sum(weighted_images(layer.down, [*products, of_rest]), *outputs)
+    shape = ellipsoid_sum(weighted_images(layer.down, layer.square, [*products, of_rest]), *outputs)
     for factor, matrix in beyond:
         margin = margin + half_widths(matrix, (adjoint * factor)[:, None])[:, 0]
     return Left(shape, upper(margin.sum()))

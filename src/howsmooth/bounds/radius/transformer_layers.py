@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -333,8 +333,18 @@ ACTIVATIONS: dict[str, Activation] = {
 """The activations that have a remainder, by name."""
 
 
+class _Neurons:
+    down: Tensor
+
+    @cached_property
+    def square(self) -> Tensor:
+        """Return W₂ᵀ W₂ without its rounding error."""
+        value = plain(self.down)
+        return value.T @ value
+
+
 @dataclass(frozen=True, eq=False)
-class FeedForward:
+class FeedForward(_Neurons):
     """A feed-forward layer, which maps each token u to W₂ φ(W₁ u + b₁) + b₂.
 
     ``up`` is W₁ and ``down`` is W₂.
@@ -378,7 +388,7 @@ class FeedForward:
 
 
 @dataclass(frozen=True, eq=False)
-class GatedFeedForward:
+class GatedFeedForward(_Neurons):
     """A gated feed-forward layer, which maps each token u to W₂ (φ(W₁ u + b₁) ∘ (W₃ u + b₃)) + b₂.
 
     ``gate`` is W₁, ``up`` is W₃ and ``down`` is W₂.
