@@ -339,3 +339,11 @@ def test_a_divergence_that_rounds_to_zero_is_no_attack() -> None:
     )
     assert found.table["attack"][0] == math.inf
     assert "(second order does not hold), attack none" in repr(found)
+
+
+def test_a_token_that_does_not_reach_the_logits_has_the_constant_zero() -> None:
+    """Words of tiny probability make products underflow: that is no reason to refuse the row."""
+    text = hs.texts.load_text("alice").content[3000:3080]
+    found = hs.prediction_stability("builtin-decoder", text, layers=3, positions=0)
+    assert found.table.loc[0, ["value", "lower", "upper", "radius"]].tolist() == [0, 0, 0, math.inf]
+    assert not found.refused

@@ -240,14 +240,18 @@ class _Rest:
             z = z - z[best]  # so that nothing is lost if the prediction is sure
             return roots * (z - p @ z)
 
-        if not self.sure:
+        y = x.clone().requires_grad_()
+        z = self.moved(token, y)
+        generic = torch.randn(len(z), generator=torch.Generator().manual_seed(0)).to(z)
+        if not torch.autograd.grad(z @ generic, y, retain_graph=True)[0].any():  # it does not reach the logits
+            row |= {"value": 0.0, "lower": 0.0, "upper": 0.0, "converged": True, "agrees": True}
+            row |= {"predicted": math.inf, "attack": math.inf}
+        elif not self.sure:
             found = local_lipschitz(fisher, x, batch_dims=0, **how)
             (row,) = plain_rows(found.table[["value", "lower", "upper", "converged"]])
             size = math.sqrt(2 * epsilon) / row["value"] if row["value"] else math.inf
             attack = min(self.attack(token, s * found.input_direction, size, epsilon) for s in (1, -1))
             row |= {"predicted": size, "attack": attack, "agrees": attack / 2 <= size <= 2 * attack}
-        y = x.clone().requires_grad_()
-        z = self.moved(token, y)
         top, *others = z.topk(min(1 + _RIVALS, len(z))).indices.tolist()
         slopes = [torch.autograd.grad(z[top] - z[i], y, retain_graph=True)[0].norm() for i in others]
         distances = ((z[top] - z[others]) / torch.stack(slopes)).nan_to_num(math.inf, math.inf)
