@@ -15,8 +15,8 @@ from pathlib import Path
 from howsmooth.errors import ArgumentError, ModelError, reason, similar_name
 
 __all__ = [
-    "BUILTIN_MODELS", "NO_TOKENIZER", "builtin_folder", "check_classifier", "check_positions", "check_tokenizer",
-    "check_weights", "folder_of", "remedy", "stated_sizes",
+    "BUILTIN_MODELS", "NO_TOKENIZER", "builtin_folder", "check_classifier", "check_positions",
+    "check_tokenizer", "check_weights", "folder_of", "remedy", "stated_sizes",
 ]  # fmt: skip
 
 NO_TOKENIZER = (
