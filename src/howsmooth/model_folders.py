@@ -15,9 +15,16 @@ from pathlib import Path
 from howsmooth.errors import ArgumentError, ModelError, reason, similar_name
 
 __all__ = [
-    "BUILTIN_MODELS", "builtin_folder", "check_classifier", "check_positions", "check_tokenizer",
-    "check_weights", "folder_of", "remedy", "stated_sizes",
+    "BUILTIN_MODELS", "NO_TOKENIZER", "builtin_folder", "check_classifier", "check_positions",
+    "check_tokenizer", "check_weights", "folder_of", "remedy", "stated_sizes",
 ]  # fmt: skip
+
+NO_TOKENIZER = (
+    "Save its tokenizer in the folder, or give token ids instead of text: --tokens FILE, or the key tokens "
+    "of a plan file; or embedded tokens, to the commands that take --embeddings FILE. In Python give ids, or "
+    "tokenizer= to hs.profile."
+)
+"""What to do for a model without a tokenizer."""
 
 #: The names of the built-in models: a BERT type, trained by masked-token prediction, and a GPT-2 type,
 #: trained by next-token prediction.
@@ -122,10 +129,7 @@ def check_tokenizer(name: str, folder: Path) -> None:
         why = "has no usable tokenizer"
     except (OSError, ValueError) as error:
         why = f"has no usable tokenizer: its {path.name} cannot be read ({reason(error)})"
-    raise ModelError(
-        f"{name!r} {why}. Give token ids instead of text: --tokens FILE, or the key tokens of a plan file; "
-        "or embedded tokens, to the commands that take --embeddings FILE."
-    )
+    raise ModelError(f"{name!r} {why}. {NO_TOKENIZER}")
 
 
 def check_classifier(name: str, folder: Path) -> None:

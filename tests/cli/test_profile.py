@@ -229,11 +229,13 @@ def test_the_constants_of_a_model_against_those_of_another(capsys: Capture) -> N
         (["--texts", "lines.txt", "--text", "alice"], "texts: expected no other input beside it, got --text"),
         (["--texts", "lines.txt", "--influence"], "texts: expected the constants of layers and heads"),
         (["--against", "builtin-decoder", "--scope", "model"], "against: expected the constants of layers"),
+        (["--texts", "line.txt"], "texts: expected a file with at least two lines, got 1 line. Give"),
         (["--texts", "none.txt"], "text 'none.txt' is neither a known name nor a file"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: list[str], said: str, capsys: Capture) -> None:
     Path("lines.txt").write_text(LINES)
+    Path("line.txt").write_text(LINES.partition("\n")[0])
     assert main(["profile", "builtin-encoder", *options]) == 2
     assert said in capsys.readouterr().err
 

@@ -32,7 +32,7 @@ AT_ONCE: list[tuple[list[str], str]] = [
     (["profile", "./nosuch"], "There is no folder './nosuch'. Give the folder"),
     (["precision", "empty"], "'empty' holds no model (no config.json)"),
     (["inspect", "bare"], "it has a configuration but no model.safetensors"),
-    (["radius", "words"], "'words' has no usable tokenizer. Give token ids"),
+    (["radius", "words"], "has no usable tokenizer. Save its tokenizer in the folder, or give token ids"),
     (["measure", "damaged"], "no usable tokenizer: its tokenizer.json cannot be read"),
     (["measure", "x" * 5000], "There is no model"),
     ([*PROFILE, "--text", "no.txt"], "'no.txt' is neither a known name nor a file"),

@@ -123,6 +123,19 @@ def test_what_is_kept_is_not_measured_again(
     assert len(file.read_text().split()) > len(kept.split())
 
 
+def test_rows_are_added_to_files_of_rows_only(model: Any, tmp_path: Path) -> None:
+    file, of = tmp_path / "rows.jsonl", partial(hs.profile, model, TEXTS[:2], layers=[0], scopes="attention")
+    for other in (b"Some text.\n\nMore", b'{\n "key": "a"\n}', b"3\n", b"\xff\xfe"):
+        file.write_bytes(other)
+        with pytest.raises(ArgumentError, match="file: expected a file of rows kept by howsmooth"):
+            of(file=file)
+        assert file.read_bytes() == other
+    for cut in ("", "\n", '\n{"k', '\n{"key": "12'):
+        file.write_text(cut)
+        of(file=file)
+        assert len([line for line in file.read_text().splitlines() if line.endswith("}")]) == 2
+
+
 def test_a_loaded_model_that_was_changed_in_place_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,9 @@ class ProfilePlan(OneInputPlan):
         if self.texts_file is None:
             return found
         lines = [(i, line) for i, line in enumerate(found.content.splitlines(), 1) if line.strip()]
+        if len(lines) == 1:
+            expected, remedy = "a file with at least two lines", "Give one text with --text."
+            raise ArgumentError("texts_file", expected=expected, got="1 line", remedy=remedy)
         return [replace(found, content=line, source=f"line {i} of {found.source}") for i, line in lines]
 
     def find(self, loaded: Any, inputs: Any, display: Listener) -> Any:

@@ -35,6 +35,8 @@ from howsmooth.words import readable, visible_token
 
 __all__ = ["WordRadii", "keep_row", "kept_rows", "word_radii"]
 
+_START = '{"key": "'
+
 _SHOWN = 10
 _LOST = "Most is lost at the part of the model whose approximation makes the radius smaller the most."
 _LEVELS = 9  # shades of a highlighted token
@@ -337,7 +339,7 @@ def _opened(file: Path) -> Iterator[IO[str]]:
     """Open a file of rows to read and to add; an OSError becomes an ArgumentError that names the argument."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a+", encoding="utf-8") as lines:
+        with file.open("a+", encoding="utf-8", errors="replace") as lines:
             yield lines
     except OSError as error:
         expected, got = "a file of JSON lines that can be read and written", f"{file} ({reason(error)})"
@@ -345,15 +347,20 @@ def _opened(file: Path) -> Iterator[IO[str]]:
 
 
 def kept_rows(file: Path | None, key: str) -> list[dict[str, Any]]:
-    """Read the rows with the given key from a file."""
-    rows = []
+    """Read the rows with the given key from a file. A file that has other content only is refused."""
+    rows, ours, filled = [], False, False
     with _opened(file) if file is not None else nullcontext(StringIO()) as lines:
         lines.seek(0)
         for line in lines:
-            with suppress(ValueError):  # a line that was cut when the program was killed
+            # The last line may have been cut when the program was killed, even within its start.
+            ours, filled = ours or _START.startswith(line[: len(_START)]), filled or bool(line.strip())
+            with suppress(ValueError):
                 row = json.loads(line)
-                if row.pop("key") == key:
+                if isinstance(row, dict) and row.pop("key", None) == key:
                     rows.append(row)
+    if filled and not ours:
+        expected = "a file of rows kept by howsmooth, or a new one"
+        raise ArgumentError("file", expected=expected, got=f"{file} with other content")
     return rows
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -73,6 +75,17 @@ def test_what_is_no_limit_is_not_taken() -> None:
     slope.square().sum().backward()
     (0 * model(x)[0].sum()).backward()
     assert set(monitor.gradient_lower().values()) <= {0.0}
+
+
+def test_a_pass_that_is_not_finite_gives_none_and_hides_no_other() -> None:
+    model, monitor, x = watched()
+    (math.nan * model(x)[0].sum()).backward()
+    assert monitor.gradient_lower() == {}
+    (record,) = monitor.measure()
+    assert record.gradient_lower is None
+    for factor in (1, math.inf):
+        (factor * model(x)[0].pow(2).sum()).backward()
+        assert monitor.gradient_lower()["attention"] > 0
 
 
 def test_a_training_with_pre_norm_keeps_every_bit() -> None:

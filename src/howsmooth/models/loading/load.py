@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from howsmooth.errors import ArgumentError, CaptureError, ModelError
 from howsmooth.memory import free_memory
-from howsmooth.model_folders import BUILTIN_MODELS
+from howsmooth.model_folders import BUILTIN_MODELS, NO_TOKENIZER
 from howsmooth.models.float32_weights import HALF, computing_dtype, fingerprint, stored_dtype
 from howsmooth.models.inputs.image_sources import load_images
 from howsmooth.models.inputs.model_inputs import (
@@ -450,10 +450,5 @@ def _tokenizer(
             trained_tokenizer(text, vocabulary),
             "a byte-level BPE trained on the text, because the model has no usable tokenizer of its own",
         )
-    remedy = (
-        "Give token ids instead of text: --tokens FILE, or the key tokens of a plan file; or embedded "
-        "tokens, to the commands that take --embeddings FILE."
-    )
-    if random_init:
-        remedy = "Give tokenizer_text to train one."
+    remedy = "Give tokenizer_text to train one." if random_init else NO_TOKENIZER
     return Tokenizer(None, f"{place.name!r} has no usable tokenizer. {remedy}"), "none"

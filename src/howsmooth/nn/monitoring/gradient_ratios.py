@@ -39,8 +39,9 @@ def _leave(largest: dict[str, Tensor], call: Call) -> None:
         place = -2 if torch.is_grad_enabled() else i
         norms[place] = torch.linalg.vector_norm(g.detach(), dtype=torch.promote_types(g.dtype, torch.float32))
         if i == -1 and norms.keys() == {-1, 0}:  # no gradient came to a further output
-            ratio = (norms.pop(-1) / norms.pop(0)).nan_to_num(0.0, 0.0, 0.0)
-            largest[call.name] = torch.maximum(largest.get(call.name, ratio), ratio)
+            a, b = norms.pop(-1), norms.pop(0)
+            ratio = (a / b).nan_to_num(0.0, 0.0, 0.0).where((a + b).isfinite(), torch.nan)
+            largest[call.name] = torch.fmax(largest.get(call.name, ratio), ratio)  # NaN if all are
 
     outputs = [t for t in tree_leaves(call.output) if isinstance(t, Tensor) and t.requires_grad]
     for i, y in enumerate(outputs):

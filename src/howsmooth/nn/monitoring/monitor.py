@@ -79,7 +79,8 @@ class LipschitzMonitor:
         ``failure``, with a warning at its first failure, which names weights that are not finite.
     gradients
         Whether to keep lower limits from all backward passes after the first measurement, in the field
-        ``gradient_lower``, without an allowance for rounding. Gradients may change in their last bits.
+        ``gradient_lower``, without an allowance for rounding. It is None if no pass was finite. Gradients
+        may change in their last bits.
     clip_logits
         A limit τ > 0 of the logits, such as 100. If a logit S is larger, query and key weights of its head
         are scaled by √(τ / S) each after the measurement, layer by layer, so that none is at the probes.
@@ -194,7 +195,7 @@ class LipschitzMonitor:
 
     def gradient_lower(self) -> dict[str, float]:
         """Return this field of the next records as it is now, by the names of the layers."""
-        return {name: float(ratio) for name, ratio in self._ratios.items()}
+        return {name: float(ratio) for name, ratio in self._ratios.items() if not ratio.isnan()}
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Call :meth:`step` after each step of an optimizer, until ``remove()`` of the result is called."""
