@@ -243,7 +243,7 @@ class _Rest:
         y = x.clone().requires_grad_()
         z = self.moved(token, y)
         generic = torch.randn(len(z), generator=torch.Generator().manual_seed(0)).to(z)
-        if not torch.autograd.grad(z @ generic, y, retain_graph=True)[0].any():  # it does not reach the logits
+        if not torch.autograd.grad(z @ generic, y, retain_graph=True)[0].any():  # it reaches no logit
             row |= {"value": 0.0, "lower": 0.0, "upper": 0.0, "converged": True, "agrees": True}
             row |= {"predicted": math.inf, "attack": math.inf}
         elif not self.sure:
