@@ -18,6 +18,8 @@ from howsmooth.study.ranges import ALL
 
 __all__ = ["PrecisionPlan", "precision"]
 
+_BITS = (3, 4, 8)
+
 _EXAMPLES = (
     "For each layer, key/value head and number of bits, keys or values are quantised as in a KV cache; with "
     "--weights, the linear weights of each block's attention and MLP. The change of the output is predicted, "
@@ -82,7 +84,7 @@ class PrecisionPlan(OneInputPlan):
             raise ArgumentError("bits", expected="none beside --weights", got=",".join(map(str, self.bits)))
         if self.average is None:
             return
-        name, counts = ("weights", self.weights) if self.weights else ("bits", self.bits or (3, 4, 8))
+        name, counts = ("weights", self.weights) if self.weights else ("bits", self.bits or _BITS)
         if len(set(counts)) < 2:
             expected = "several beside --average, which chooses among them"
             remedy = f"Give --{name} 2,3,4,5,6,8 or others."
@@ -101,7 +103,7 @@ class PrecisionPlan(OneInputPlan):
         from howsmooth import profiling
 
         settings: dict[str, Any] = {name: getattr(self, name) for name in ("span", "seed", "average")}
-        settings |= {"weights": self.weights} if self.weights else {"bits": self.bits or (3, 4, 8)}
+        settings |= {"weights": self.weights} if self.weights else {"bits": self.bits or _BITS}
         if self.quantisers != "all":
             settings["quantisers"] = self.quantisers.split(",")
         return profiling.precision(

@@ -295,7 +295,9 @@ class CubicAttention(AttentionRemainder):
         tau = torch.where(self.seen, epsilon * self.score + each_c, 0.0).amax(2)
         each_linear = epsilon * torch.where(self.seen, self.score, 0.0).amax(2)
         largest_c = torch.where(self.seen, each_c, 0.0).amax(2)
-        cc, of_v, of_v1, of_v2 = self._beyond_cubic((linear, epsilon * self.score), (c, each_c), tau)
+        cc, of_v, of_v1, of_v2 = self._beyond_cubic(
+            (linear, epsilon * self.score, each_linear), (c, each_c, largest_c), tau
+        )
         v1, v2 = square * self.value, ellipsoid_sum(square**2 * self.value_form, of.value)
         known = ellipsoid_sum(
             spread_shape(self.spread, dq2 * dk2 + each_linear * longer + cc + of_v),
@@ -321,13 +323,13 @@ class CubicAttention(AttentionRemainder):
         return Left(shape, (margin + self.deviation * dq2 * dk2).sum())
 
     def _beyond_cubic(
-        self, linear: tuple[Tensor, Tensor], c: tuple[Tensor, Tensor], tau: Tensor
+        self, linear: tuple[Tensor, Tensor, Tensor], c: tuple[Tensor, Tensor, Tensor], tau: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Bound what is left of h(1) after its quadratic polynomial and ½ κ(v₁, ℓ, ℓ) + κ(v, ℓ, ℓ, ℓ)/6.
 
-        ``linear`` and ``c`` bound the deviations of the two parts of the scores' changes, and each, centred.
-        The first factor times the deviation of v bounds ½ κ(v, c, c). The others, times the deviations of
-        v, v₁ and v₂, bound the rest.
+        ``linear`` and ``c`` bound the two parts of the scores' changes: their deviations, each one centred,
+        and the largest of these. The first factor times the deviation of v bounds ½ κ(v, c, c). The others,
+        times the deviations of v, v₁ and v₂, bound the rest.
         """
 
         def at_most(largest: Tensor, each: Tensor) -> Tensor:
@@ -336,8 +338,7 @@ class CubicAttention(AttentionRemainder):
         def mean_of_squares(start: Tensor, growth: Tensor) -> Tensor:  # of start + λ growth, 0 ≤ λ ≤ 1
             return start * (start + growth) + growth**2 / 3
 
-        (sd, each), (sd_c, each_c) = linear, c
-        largest, largest_c = (torch.where(self.seen, every, 0.0).amax(2) for every in (each, each_c))
+        (sd, each, largest), (sd_c, each_c, largest_c) = linear, c
         of_v, of_dv = PathMoments(sd + sd_c, tau).rest(4)
         # κ(v, t, t, t) − κ(v, ℓ, ℓ, ℓ) is 3 ∫ κ(v, c, u, u) dλ, u = ℓ + λ c; |u² − Var u| ≤ max(u², Var u).
         cuu = mean_of_squares(*(torch.maximum(a, b[..., None]) for a, b in ((each, sd), (each_c, sd_c))))
